@@ -1,0 +1,359 @@
+"""One round of drafting: the target's hidden states in, a scheduled block of candidate tokens out.
+
+`observe` queues what the target's latest forward thought about the tokens it kept. `propose` runs the drafter over the new
+context rows and one block (parallel stage), then goes through the block left to right, biasing each position by the token
+chosen before it (sequential stage), and asks the scheduler how many tokens are worth verifying.
+
+The class is a `CandidateGenerator` of transformers: the host's own batch-1 loop can drive it through `get_candidates`. The
+loop in `decoding.py` uses `observe` and `propose` directly, for any number of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import CandidateGenerator
+from transformers.utils import ModelOutput, logging
+
+from . import scheduling
+from .cache import RowLayout, SlotCache, format_mask
+from .modeling_dspark import DSparkDraftModel
+from .processing import RowProcessors
+from .profitability import Profitability
+
+logger = logging.get_logger(__name__)
+
+SCHEDULING_MODES = ("full", "threshold", "early_stop", "two_step", "presampled")
+
+
+@dataclass(frozen=True)
+class CandidateBlock:
+    """A drafted and scheduled block for R rows.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(R, L)`): draft tokens; L is the longest scheduled length.
+        lengths (`torch.LongTensor` of shape `(R,)`): how many of them to verify.
+        logits (`torch.Tensor` of shape `(R, L, Vd)`, *optional*): when sampling, logits of the laws they were drawn from.
+        token_ids (`torch.LongTensor` of shape `(Vd,)`, *optional*): target token of each draft logit, if the two differ.
+        confidence (`torch.Tensor` of shape `(R, K)`, *optional*): what the scheduler read.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    logits: Tensor | None = None
+    token_ids: Tensor | None = None
+    confidence: Tensor | None = None
+
+
+class DSparkCandidateGenerator(CandidateGenerator):
+    """Drafts with a [`DSparkDraftModel`] that is bound to its target.
+
+    Args:
+        drafter ([`DSparkDraftModel`]): bound to the target.
+        logits_processor ([`RowProcessors`] or `LogitsProcessorList`): the processors of this call.
+        do_sample (`bool`): whether tokens are sampled.
+        max_length (`int`): longest sequence of the call, in tokens.
+        max_draft_tokens (`int`, *optional*): longest draft; the drafter's K when not given.
+
+    Raises:
+        ValueError: `drafter.scheduling` names no mode, or one that this drafter cannot run.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(
+        self,
+        drafter: DSparkDraftModel,
+        logits_processor: RowProcessors | LogitsProcessorList,
+        do_sample: bool,
+        max_length: int,
+        max_draft_tokens: int | None = None,
+    ):
+        config = drafter.config
+        if not isinstance(logits_processor, RowProcessors):
+            logits_processor = RowProcessors(logits_processor, batch_size=1)
+        self.drafter, self.processors, self.do_sample, self.max_length = drafter, logits_processor, do_sample, max_length
+        self.block_limit = min(config.num_draft_tokens, max_draft_tokens or config.num_draft_tokens)
+        # hidden_states[k + 1] is the output of decoder layer k, hidden_states[0] the embedding
+        self.captured_states = [layer + 1 for layer in config.target_layer_ids]
+        self.model_kwargs_overrides: dict[str, Any] = {"output_hidden_states": self.captured_states}
+        self.statistics = drafter.statistics
+        self.mode = self._choose_mode()
+        self.profitability = Profitability(drafter.load_profile) if self.mode != "full" else None
+        self.cache = SlotCache(config)
+        self.layout: RowLayout | None = None
+        self._pending: list[tuple[Tensor, list[int], list[int]]] = []  # (R, Q, D) states, first slots, counts
+        self._first_slot = 0  # of the first context row; earlier ones were in a cache passed in
+        self._older_confidence: list[Tensor] = []  # two_step: confidences of the two latest rounds
+
+    def _choose_mode(self) -> str:
+        drafter, mode = self.drafter, self.drafter.scheduling
+        profile = drafter.load_profile
+        if mode is not None and mode not in SCHEDULING_MODES:
+            raise ValueError(f"`scheduling` must be None or one of {', '.join(SCHEDULING_MODES)}, got {mode!r}.")
+        if drafter.confidence_head is None and mode not in (None, "full"):
+            raise ValueError(
+                f"`scheduling` is {mode!r}, but this drafter has no confidence head to schedule by; use None or 'full'."
+            )
+        if mode in ("full", "threshold"):
+            return mode
+        if profile is None or profile.is_flat:
+            logger.warning_once(
+                "The drafter has no load profile, or one whose steps all cost the same: every drafted token will be verified. "
+                "Set `drafter.load_profile = LoadProfile.measure(target)` to let the machine's cost decide."
+            )
+            return "full"
+        if drafter.confidence_head is None:
+            return "history"
+        return mode or ("presampled" if self.do_sample else "search")
+
+    # ---- context ----
+
+    def start(self, layout: RowLayout, first_slot: int = 0) -> None:
+        """Sets where the rows of this call sit; `first_slot` is the slot of the first state that will be observed."""
+        self.layout, self._first_slot = layout, first_slot
+
+    def observe(self, hidden_states: tuple[Tensor, ...], first_slots: list[int], counts: list[int]) -> None:
+        """Queues captured target states as new context.
+
+        Args:
+            hidden_states (tuple of `torch.Tensor`s of shape `(R, Q, target_hidden_size)`): as returned by the target.
+            first_slots (`list[int]`): slot of each row's first state.
+            counts (`list[int]`): how many of the Q states of each row belong to committed tokens.
+        """
+        longest = max(counts)
+        device = self.drafter.device
+        states = torch.cat([hidden_states[i][:, :longest].to(device) for i in self.captured_states], dim=-1)
+        self._pending.append((self.drafter.project_context(states), first_slots, counts))
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keeps only the given rows, in that order."""
+        kept = rows.tolist()
+        self.cache.select_rows(rows)
+        self._pending = [
+            (states[rows.to(states.device)], [first[i] for i in kept], [counts[i] for i in kept])
+            for states, first, counts in self._pending
+        ]
+        self._older_confidence = [confidence[rows.to(confidence.device)] for confidence in self._older_confidence]
+
+    # ---- drafting ----
+
+    def propose(self, sequences: list[Tensor], rows: list[int], slots: list[int], limits: list[int]) -> CandidateBlock | None:
+        """Drafts and schedules a block for every row.
+
+        Args:
+            sequences (list of R `torch.LongTensor`s, 1-D): tokens of each row; the last one is the anchor.
+            rows (`list[int]`): number of each row in the batch of the call.
+            slots (`list[int]`): slot of each anchor.
+            limits (`list[int]`): longest draft each row has room for.
+
+        Returns:
+            [`CandidateBlock`] or `None` when this round is better spent without a draft.
+        """
+        limits = [min(limit, self.block_limit) for limit in limits]
+        if max(limits) <= 0 or (self.profitability is not None and not self.profitability.should_draft()):
+            return None
+        statistics = self.statistics
+        with statistics.timed("draft"):
+            hidden, base_logits = self._parallel_stage(sequences, slots)
+        room = torch.tensor(limits, device=hidden.device)
+        statistics.drafts += 1
+        statistics.drafted += sum(limits)
+
+        lengths = confidence = None
+        if self.mode in ("presampled", "history"):
+            with statistics.timed("schedule"):
+                confidence = self._blind_confidence(sequences, hidden, base_logits)
+                lengths = self._schedule(confidence).minimum(room)
+        with statistics.timed("head"):
+            longest = max(limits) if lengths is None else int(lengths.max())
+            tokens, logits, token_ids, embeddings = self._sequential_stage(sequences, rows, hidden, base_logits, longest)
+            if lengths is None and self.mode != "full":
+                confidence_logits = self.drafter.confidence_head(hidden[:, :longest], embeddings)
+                confidence = self.drafter.calibrated(confidence_logits)
+        if lengths is None:
+            with statistics.timed("schedule"):
+                lengths = (room if confidence is None else self._schedule(confidence)).minimum(room)
+        longest = int(lengths.max())
+        return CandidateBlock(
+            tokens[:, :longest], lengths, None if logits is None else logits[:, :longest], token_ids, confidence
+        )
+
+    def _parallel_stage(self, sequences: list[Tensor], slots: list[int]) -> tuple[Tensor, Tensor]:
+        """Draft states `(R, K, D)` and base logits `(R, K, Vd)` behind all context observed so far."""
+        config, device, layout = self.drafter.config, self.drafter.device, self.layout
+        block = torch.full((len(sequences), config.block_size), config.mask_token_id, dtype=torch.long, device=device)
+        block[:, 0] = torch.stack([ids[-1] for ids in sequences]).to(device)
+
+        context = torch.cat([states for states, _, _ in self._pending], dim=1)  # (R, C, D)
+        anchors = torch.tensor(slots, device=device)[:, None]
+        length = max(slots) + config.block_size - self._first_slot
+        pieces = []
+        for states, first_slots, counts in self._pending:
+            offsets = torch.arange(states.shape[1], device=device)[None]
+            first, count = (torch.tensor(values, device=device)[:, None] for values in (first_slots, counts))
+            # Rows that kept fewer states than the longest one send the rest to the slot behind everything.
+            pieces.append(torch.where(offsets < count, first + offsets, self._first_slot + length))
+        block_slots = anchors + torch.arange(config.block_size, device=device)
+        source_slots = torch.cat([*pieces, block_slots], dim=1)  # (R, C + Q)
+        if len(slots) == 1:
+            self.cache.place(int(source_slots[0, 0]) - self._first_slot, source_slots.shape[1])
+        else:
+            self.cache.place_rows(source_slots - self._first_slot, length)
+        self._pending = []
+
+        hidden = self.drafter(
+            self.drafter.embed(block),
+            context,
+            layout.text_positions(source_slots).to(device),
+            self._block_mask(block_slots, length),
+            self.cache,
+        ).last_hidden_state
+        if not config.sample_from_anchor:
+            hidden = hidden[:, 1:]
+        return hidden, self.drafter.base_logits(hidden)
+
+    def _block_mask(self, block_slots: Tensor, length: int) -> object:
+        """What a block sees: all context and itself, minus padding, other rows' longer reach and a window's far side."""
+        config, layout = self.drafter.config, self.layout
+        window = config.sliding_window
+        if len(block_slots) == 1 and layout.padded is None and (window is None or length <= window):
+            return None
+        slots = torch.arange(self._first_slot, self._first_slot + length, device=block_slots.device)
+        visible = (slots <= block_slots[:, -1:])[:, None]  # (R, 1, S)
+        if window is not None:
+            visible = visible & (slots > block_slots[:, :, None] - window)  # (R, Q, S)
+        visible = layout.hide_padding(visible.clone(), self._first_slot)
+        return format_mask(visible[:, None], self.drafter.config._attn_implementation, self.drafter.dtype)
+
+    def _sequential_stage(
+        self, sequences: list[Tensor], rows: list[int], hidden: Tensor, base_logits: Tensor, longest: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """x_k ~ softmax(U_k + B_k(x_<k, ·)) for k = 1 … longest.
+
+        Returns:
+            tokens `(R, L)`; when sampling, the processed logits `(R, L, ·)` and the token ids they stand for; W1 of each
+            position's predecessor `(R, L, r)`.
+        """
+        head, to_target = self.drafter.markov_head, self.drafter.draft_token_ids
+        widen = to_target is not None and bool(self.processors) and not self.processors.scores_only
+        previous = torch.stack([ids[-1] for ids in sequences]).to(hidden.device)
+        tokens: list[Tensor] = []
+        laws: list[Tensor] = []
+        embeddings: list[Tensor] = []
+        state = None
+        for k in range(longest):
+            logits = base_logits[:, k]
+            if head is not None:
+                embedding = head.markov_w1(previous)
+                latent, state = head.latent(embedding, hidden[:, k], state)
+                logits = logits + head.markov_w2(latent)
+                embeddings.append(embedding)
+            if self.processors:
+                if widen:  # these processors index by token
+                    wide = logits.new_full((len(logits), self.drafter.config.vocab_size), -torch.inf)
+                    logits = wide.index_copy_(1, to_target, logits.float())
+                prefixes = []
+                if not self.processors.scores_only:
+                    drafted = torch.stack(tokens, dim=1) if tokens else previous.new_empty(len(sequences), 0)
+                    prefixes = [torch.cat([ids, new.to(ids.device)]) for ids, new in zip(sequences, drafted, strict=True)]
+                logits = self.processors(logits.float(), prefixes, rows)
+                # Processors may ban all that a reduced vocabulary has; any law will do then, as long as it is the one reported.
+                logits = torch.where(logits.isneginf().all(-1, keepdim=True), 0.0, logits)
+            if self.do_sample:
+                laws.append(logits.float())
+                choice = torch.multinomial(laws[-1].softmax(-1), 1)[:, 0]
+            else:
+                choice = logits.argmax(-1)
+            previous = choice if to_target is None or widen else to_target[choice]
+            tokens.append(previous)
+        none = previous.new_empty(len(sequences), 0)
+        return (
+            torch.stack(tokens, dim=1) if tokens else none,
+            torch.stack(laws, dim=1) if laws else None,
+            None if widen else to_target,
+            torch.stack(embeddings, dim=1) if embeddings else None,
+        )
+
+    # ---- scheduling ----
+
+    def _blind_confidence(self, sequences: list[Tensor], hidden: Tensor, base_logits: Tensor) -> Tensor:
+        """Confidences `(R, K)` that depend on no sampled token, so that any search over them is exact.
+
+        The head is fed the most likely predecessor under the base logits; without a head, past acceptance stands in.
+        """
+        if self.mode == "history":
+            rates = self.profitability.acceptance_rates(self.statistics)
+            return hidden.new_tensor(rates).expand(len(hidden), -1)
+        embeddings = None
+        if self.drafter.confidence_head.with_markov:
+            likely = base_logits[:, :-1].argmax(-1)
+            if (to_target := self.drafter.draft_token_ids) is not None:
+                likely = to_target[likely]
+            anchor = torch.stack([ids[-1:] for ids in sequences]).to(likely.device)
+            embeddings = self.drafter.markov_head.markov_w1(torch.cat([anchor, likely], dim=1))
+        return self.drafter.calibrated(self.drafter.confidence_head(hidden, embeddings))
+
+    def _schedule(self, confidence: Tensor) -> Tensor:
+        """Lengths `(R,)` by the mode of this call."""
+        drafter, profile = self.drafter, self.drafter.load_profile
+        if self.mode == "threshold":
+            return scheduling.threshold(confidence, drafter.confidence_threshold, on=drafter.threshold_on)
+        if self.mode == "early_stop":
+            return scheduling.early_stop(confidence, profile)
+        if self.mode == "two_step":
+            # The capacity comes from two rounds ago, so it cannot know this round's tokens.
+            older, self._older_confidence = self._older_confidence, [*self._older_confidence[-1:], confidence]
+            if len(older) < 2:
+                return torch.full((len(confidence),), confidence.shape[1], device=confidence.device)
+            return scheduling.within_capacity(confidence, scheduling.capacity(older[0], profile))
+        return scheduling.global_search(confidence, profile)
+
+    # ---- the host's own loop ----
+
+    def get_candidates(
+        self,
+        input_ids: Tensor,
+        model_kwargs: dict[str, Any] | None = None,
+        model_outputs: ModelOutput | None = None,
+        is_first_iteration: bool = False,
+        n_last_matches: int = 0,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The contract of `CandidateGenerator`, for one row; see transformers' `_assisted_decoding`.
+
+        Returns:
+            `tuple[torch.LongTensor, torch.Tensor | None]`: prompt and candidates `(1, S + ℓ)`, and when sampling the logits
+            `(1, ℓ, V)` of the laws the candidates were drawn from.
+        """
+        if is_first_iteration:  # the target's prefill comes first
+            return input_ids, None
+        total = model_kwargs["position_ids"].shape[-1]  # everything in the cache, and the anchor
+        states = model_outputs.hidden_states
+        fresh = states[self.captured_states[0]].shape[1]
+        if self.layout is None:
+            mask = model_kwargs.get("attention_mask")
+            self.start(
+                RowLayout(model_kwargs["position_ids"][..., :-1], None if mask is None else mask[:, :-1]), total - 1 - fresh
+            )
+            count = fresh
+        else:
+            count = n_last_matches + 1
+        self.observe(states, [total - 1 - count], [count])
+        room = self.max_length - input_ids.shape[1] - 1
+        block = self.propose([input_ids[0]], [0], [total - 1], [room])
+        if block is None or block.tokens.shape[1] == 0:
+            return input_ids, None
+        candidates = torch.cat([input_ids, block.tokens.to(input_ids.device)], dim=1)
+        logits = block.logits
+        if logits is not None and block.token_ids is not None:
+            wide = logits.new_full((*logits.shape[:2], self.drafter.config.vocab_size), -torch.inf)
+            logits = wide.index_copy_(2, block.token_ids, logits)
+        return candidates, logits
+
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
+        """Nothing to adapt: the schedule is computed anew in every round."""

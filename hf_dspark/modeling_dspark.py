@@ -1,0 +1,340 @@
+"""The drafter: a small non-causal transformer over one block of tokens.
+
+A block is the anchor (the target's newest token) followed by mask tokens. Every slot attends to all context before the
+anchor and to the whole block, so one forward drafts all K tokens (arXiv 2607.05147, section 2). The context is not text but
+what the target already thought about it: the hidden states of a few target layers, concatenated and projected once,
+`H_ctx = RMSNorm(W_c [H^(l1); …; H^(lm)])`. Each draft layer makes its own keys and values from it, and a cache keeps them,
+so a round only projects the rows that are new.
+
+Embedding and LM head are the target's, by reference: never copied, never saved (see `bind`).
+Parameter names are those of the DeepSpec checkpoints.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
+
+from .configuration_dspark import DSparkConfig
+from .heads import MARKOV_HEADS, ConfidenceHead
+from .load_profile import LoadProfile
+from .statistics import Statistics
+
+
+class DSparkAttention(nn.Module):
+    """Attention from the block to `[context ; block]`, no causal mask, with per-head query and key norms."""
+
+    def __init__(self, config: DSparkConfig, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = False
+        width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context_hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Any = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        rows, block_length = hidden_states.shape[:2]
+        sources = torch.cat([context_hidden_states, hidden_states], dim=1)  # (R, C + Q, D)
+        queries = self.q_norm(self.q_proj(hidden_states).view(rows, block_length, -1, self.head_dim)).transpose(1, 2)
+        keys = self.k_norm(self.k_proj(sources).view(rows, sources.shape[1], -1, self.head_dim)).transpose(1, 2)
+        values = self.v_proj(sources).view(rows, sources.shape[1], -1, self.head_dim).transpose(1, 2)
+
+        cos, sin = (table[:, None] for table in position_embeddings)  # (R, 1, C + Q, head_dim)
+        keys = keys * cos + rotate_half(keys) * sin
+        cos, sin = cos[:, :, -block_length:], sin[:, :, -block_length:]
+        queries = queries * cos + rotate_half(queries) * sin
+
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.layer_idx)
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, _ = attend(
+            self,
+            queries,
+            keys,
+            values,
+            attention_mask,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            is_causal=False,
+        )
+        return self.o_proj(output.reshape(rows, block_length, -1))
+
+
+class DSparkDecoderLayer(GradientCheckpointingLayer):
+    """A Qwen3 layer whose attention also reads the projected target states."""
+
+    def __init__(self, config: DSparkConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = DSparkAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context_hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Any = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        hidden_states = hidden_states + self.self_attn(
+            self.input_layernorm(hidden_states), context_hidden_states, position_embeddings, attention_mask, cache
+        )
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class DSparkPreTrainedModel(PreTrainedModel):
+    """What the host needs to know about drafters: loading, attention back ends, what may not be split."""
+
+    config_class = DSparkConfig
+    config: DSparkConfig
+    base_model_prefix = ""
+    main_input_name = "noise_embeds"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DSparkDecoderLayer"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+
+class DSparkDraftModel(DSparkPreTrainedModel):
+    r"""A drafter to pass as `assistant_model=` to `generate`.
+
+    Args:
+        config ([`DSparkConfig`]): shape and conventions.
+
+    Attributes:
+        load_profile ([`LoadProfile`], *optional*): what a forward of the target costs here, and the load to plan for. Without
+            one every drafted token is verified. Saved and loaded with the checkpoint.
+        scheduling (`str`, *optional*): `"full"`, `"threshold"`, `"early_stop"`, `"two_step"`, `"presampled"`, or `None`
+            (default) for the best exact one: a search with fresh confidences in greedy decoding, `"presampled"` in sampling.
+        confidence_threshold (`float`, defaults to 0.5): for `scheduling="threshold"`.
+        threshold_on (`str`, defaults to `"conditional"`): whether the threshold applies to each c_k or to their product.
+        statistics ([`Statistics`]): counts and seconds of the latest `generate`.
+    """
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__(config)
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DSparkDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        if config.draft_vocab_size is not None:
+            # speculators' convention: draft token i stands for target token i + d2t[i]
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        self.gradient_checkpointing = False
+        self.load_profile: LoadProfile | None = None
+        self.scheduling: str | None = None
+        self.confidence_threshold = 0.5
+        self.threshold_on = "conditional"
+        self.statistics = Statistics(config.num_draft_tokens)
+        self._target: _BoundTarget | None = None
+        self.post_init()
+
+    def project_context(self, target_hidden_states: Tensor) -> Tensor:
+        """H_ctx of captured target states: `(R, C, m · target_hidden_size)` to `(R, C, D)`."""
+        return self.hidden_norm(self.fc(target_hidden_states.to(self.fc.weight.dtype)))
+
+    def forward(
+        self,
+        noise_embeds: Tensor,
+        context_hidden_states: Tensor,
+        position_ids: Tensor,
+        attention_mask: Any = None,
+        cache: Cache | None = None,
+        **kwargs,
+    ) -> BaseModelOutput:
+        """The parallel stage.
+
+        Args:
+            noise_embeds (`torch.Tensor` of shape `(R, Q, D)`): embeddings of anchor and mask tokens, one or several blocks.
+            context_hidden_states (`torch.Tensor` of shape `(R, C, D)`): new context rows, from `project_context`.
+            position_ids (`torch.LongTensor` of shape `(R, C + Q)`): rope positions of the context rows, then of the block.
+            attention_mask (*optional*): what each of the Q slots may see, in the form the attention implementation takes
+                (see [`~hf_dspark.cache.format_mask`]); everything when `None`.
+            cache ([`~hf_dspark.cache.SlotCache`], *optional*): keys and values of earlier context rows.
+
+        Returns:
+            `BaseModelOutput`: `last_hidden_state` `(R, Q, D)`, normalised, ready for the LM head.
+        """
+        position_embeddings = self.rotary_emb(noise_embeds, position_ids)
+        hidden_states = noise_embeds
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, context_hidden_states, position_embeddings, attention_mask, cache)
+        return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
+
+    # ---- the target's embedding and LM head, by reference ----
+
+    def bind(self, target: PreTrainedModel) -> None:
+        """Uses `target`'s embedding and LM head. Called by `generate`; a second call with the same target does nothing.
+
+        Args:
+            target (`PreTrainedModel`): a decoder-only causal language model.
+
+        Raises:
+            ValueError: the pair does not fit: vocabulary, hidden size or number of layers differ, or an embedding kept in the
+                drafter's file is not the target's.
+        """
+        if self._target is None or self._target.model() is not target:
+            bound = _BoundTarget(target, self)
+            # Not a submodule: neither state_dict nor .to() must ever reach the target through the drafter.
+            object.__setattr__(self, "_target", bound)
+
+    @property
+    def bound_target(self) -> _BoundTarget:
+        """The bound embedding and head.
+
+        Raises:
+            RuntimeError: `bind` has not been called.
+        """
+        if self._target is None:
+            raise RuntimeError(
+                "this drafter is not bound to a target: pass it to `target.generate(..., assistant_model=drafter)`, or call "
+                "`drafter.bind(target)` first."
+            )
+        return self._target
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Embeddings of the target, `(R, Q)` to `(R, Q, D)`, scaled the way the target scales them."""
+        embedding = self.bound_target.embedding
+        return embedding(input_ids.to(embedding.weight.device)).to(self.device, self.dtype)
+
+    def base_logits(self, hidden_states: Tensor) -> Tensor:
+        """U: the target's LM head on draft states, `(..., D)` to `(..., draft_logits_size)` in float32."""
+        return self.bound_target.base_logits(hidden_states)
+
+    @property
+    def draft_token_ids(self) -> Tensor | None:
+        """Target token of each draft token, `(draft_vocab_size,)`; `None` when the vocabulary is not reduced."""
+        if self.config.draft_vocab_size is None:
+            return None
+        return torch.arange(self.config.draft_vocab_size, device=self.d2t.device) + self.d2t
+
+    def set_draft_vocabulary(self, token_ids: Tensor) -> None:
+        """Chooses the reduced vocabulary.
+
+        Args:
+            token_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`): target tokens, strictly increasing.
+
+        Raises:
+            ValueError: the drafter has no reduced vocabulary, or the ids are unsorted, repeated or out of range.
+        """
+        size = self.config.draft_vocab_size
+        if size is None:
+            raise ValueError("set_draft_vocabulary: the configuration has no `draft_vocab_size`; set one first.")
+        if token_ids.shape != (size,) or bool((token_ids.diff() <= 0).any()) or not (
+            0 <= int(token_ids[0]) and int(token_ids[-1]) < self.config.vocab_size
+        ):
+            raise ValueError(
+                f"set_draft_vocabulary: expected {size} strictly increasing token ids below {self.config.vocab_size}, got a "
+                f"tensor of shape {tuple(token_ids.shape)}."
+            )
+        token_ids = token_ids.to(self.d2t.device)
+        self.d2t.copy_(token_ids - torch.arange(size, device=token_ids.device))
+        self.t2d.zero_()
+        self.t2d[token_ids] = True
+
+    def calibrated(self, confidence_logits: Tensor) -> Tensor:
+        """c_k from the logits of the confidence head, `(..., L)` for the first L positions, after temperature scaling."""
+        temperatures = self.config.confidence_temperatures
+        if temperatures is not None:
+            confidence_logits = confidence_logits / confidence_logits.new_tensor(temperatures[: confidence_logits.shape[-1]])
+        return confidence_logits.sigmoid()
+
+
+class _BoundTarget:
+    """References into a target: embedding, LM head, and what the target does to logits behind its head."""
+
+    def __init__(self, target: PreTrainedModel, drafter: DSparkDraftModel):
+        config = target.config.get_text_config(decoder=True)
+        _check_pair(target, drafter.config)
+        self.model = weakref.ref(target)
+        self.embedding = target.get_input_embeddings()
+        self.head = target.get_output_embeddings()
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+        token_ids = drafter.draft_token_ids
+        # The rows that a reduced vocabulary needs, in one piece: the only copy, of Vd x D.
+        self.rows = None if token_ids is None else self.head.weight.detach()[token_ids.to(self.head.weight.device)]
+
+    def base_logits(self, hidden_states: Tensor) -> Tensor:
+        """Logits of the draft vocabulary, `(..., D)` to `(..., Vd)`, float32."""
+        if self.rows is None:
+            return self.full_logits(hidden_states)
+        hidden_states = hidden_states.to(self.rows.device, self.rows.dtype)
+        return self._finish(nn.functional.linear(hidden_states, self.rows))
+
+    def full_logits(self, hidden_states: Tensor) -> Tensor:
+        """Logits of the target's whole vocabulary, `(..., D)` to `(..., V)`, float32."""
+        weight = self.head.weight
+        dtype = weight.dtype if weight.is_floating_point() else None  # a quantised head casts for itself
+        return self._finish(self.head(hidden_states.to(weight.device, dtype)))
+
+    def _finish(self, logits: Tensor) -> Tensor:
+        """What the target does behind its head; the Markov bias comes after it."""
+        logits = logits.float()
+        if self.scale != 1:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+def _check_pair(target: PreTrainedModel, draft_config: DSparkConfig) -> None:
+    """Raises ValueError where drafter and target cannot belong together."""
+    config = target.config.get_text_config(decoder=True)
+    if target.config.is_encoder_decoder:
+        raise ValueError("DSpark drafts for decoder-only targets; this target is an encoder-decoder model.")
+    if target.get_output_embeddings() is None:
+        raise ValueError(
+            f"the target ({type(target).__name__}) has no LM head (`get_output_embeddings()` is None); load it as "
+            "AutoModelForCausalLM."
+        )
+    for name, expected, found in (
+        ("vocab_size", draft_config.vocab_size, config.vocab_size),
+        ("target_hidden_size", draft_config.target_hidden_size, config.hidden_size),
+        ("hidden_size", draft_config.hidden_size, target.get_input_embeddings().weight.shape[-1]),
+        ("num_target_layers", draft_config.num_target_layers, config.num_hidden_layers),
+    ):
+        if expected != found:
+            raise ValueError(
+                f"this drafter does not belong to this target: `{name}` of the drafter is {expected}, the target's is "
+                f"{found}. Load the drafter that was trained for this target."
+            )

@@ -1,0 +1,77 @@
+"""Whether drafting pays at all.
+
+The scheduler can shorten a draft to nothing, but the draft itself has been paid for by then. So the loop keeps a running
+account of what its drafted rounds really brought, tokens committed against seconds by the load profile, and compares it with
+plain steps. When drafting loses, it pauses for a growing number of rounds and probes again. The account only holds rounds
+that are over, so the decision cannot depend on tokens that are still to be drawn, and exactness is untouched.
+"""
+
+from __future__ import annotations
+
+from .load_profile import LoadProfile
+from .statistics import Statistics
+
+_MEMORY = 0.85  # weight of the past per drafted round: an account of about seven rounds
+_FIRST_VERDICT = 4  # drafted rounds before the first pause
+_LONGEST_PAUSE = 64
+
+
+class Profitability:
+    """Running comparison of drafted rounds with plain steps.
+
+    Args:
+        profile ([`LoadProfile`], *optional*): prices. Without one, drafting is always taken to pay.
+    """
+
+    def __init__(self, profile: LoadProfile | None):
+        self._profile = None if profile is None or profile.is_flat else profile
+        self._tokens = self._seconds = self._plain_tokens = 0.0
+        self._rounds = 0
+        self._pause = 0
+        self._next_pause = 2
+
+    def should_draft(self) -> bool:
+        """Whether to draft in the coming round; counts the round."""
+        if self._pause:
+            self._pause -= 1
+            return False
+        return True
+
+    def record(self, rows: int, verified: int, committed: int) -> None:
+        """Books a drafted round.
+
+        Args:
+            rows (`int`): requests in the batch.
+            verified (`int`): draft tokens in its verification forward, over all rows.
+            committed (`int`): tokens it brought, over all rows.
+        """
+        if self._profile is None:
+            return
+        load = max(1.0, self._profile.requests() / rows)
+        step, plain = (self._profile.step_seconds(round(load * tokens)) for tokens in (rows + verified, rows))
+        seconds = self._profile.draft_seconds + step
+        self._tokens = _MEMORY * self._tokens + committed
+        self._seconds = _MEMORY * self._seconds + seconds
+        # What plain decoding would have brought in the same time.
+        self._plain_tokens = _MEMORY * self._plain_tokens + rows * seconds / plain
+        self._rounds += 1
+        if self._rounds < _FIRST_VERDICT:
+            return
+        if self._tokens < self._plain_tokens:
+            self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
+            self._pause = self._next_pause
+        else:
+            self._next_pause = 2
+
+    @staticmethod
+    def acceptance_rates(statistics: Statistics) -> list[float]:
+        """P(token k accepted | those before it were), from the rounds so far: a schedule for drafters without confidence.
+
+        Starts at an optimistic 0.8, so that every position gets tried.
+        """
+        return [
+            (accepted + 1.6) / (reached + 2)
+            for accepted, reached in zip(
+                statistics.accepted_per_position, statistics.reached_per_position, strict=True
+            )
+        ]

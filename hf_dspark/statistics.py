@@ -1,0 +1,99 @@
+"""What happened in a call of `generate`: tokens per round, acceptance per position, where the seconds went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PHASES = ("prefill", "draft", "head", "schedule", "verify", "rest")
+
+
+class Statistics:
+    """Counts of one `generate` call; a new one replaces it at every call.
+
+    Args:
+        num_draft_tokens (`int`): K, the longest draft.
+
+    Attributes:
+        cycles (`int`): verification forwards, summed over rows.
+        tokens (`int`): tokens committed by those forwards (the one that the prefill gives is not among them).
+        drafts (`int`): forwards of the drafter, each for all rows.
+        rounds (`int`): forwards of the target after the prefill, each for all rows.
+        drafted (`int`): tokens the drafter proposed.
+        scheduled (`int`): of those, tokens the scheduler let through to verification.
+        accepted (`int`): of those, tokens the target agreed with.
+        scheduled_per_position (`list[int]`): K counts of scheduled tokens by position in the block.
+        reached_per_position (`list[int]`): how often the target judged position k: all before it had been accepted.
+        accepted_per_position (`list[int]`): how often it agreed.
+        seconds (`dict[str, float]`): time in `prefill`, `draft` (drafter forward), `head` (sequential stage), `schedule`,
+            `verify` (target forward) and `rest`.
+    """
+
+    def __init__(self, num_draft_tokens: int):
+        self.cycles = self.tokens = self.drafts = self.rounds = self.drafted = self.scheduled = self.accepted = 0
+        self.scheduled_per_position = [0] * num_draft_tokens
+        self.reached_per_position = [0] * num_draft_tokens
+        self.accepted_per_position = [0] * num_draft_tokens
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    @property
+    def tau(self) -> float:
+        """τ: tokens per verification forward and row, the target's own token included; 0.0 before the first."""
+        return self.tokens / self.cycles if self.cycles else 0.0
+
+    @property
+    def verified(self) -> int:
+        """Draft tokens the target judged: the scheduled ones."""
+        return self.scheduled
+
+    @property
+    def rejected(self) -> int:
+        """Verified draft tokens that were thrown away."""
+        return self.scheduled - self.accepted
+
+    @property
+    def conditional_acceptance(self) -> list[float]:
+        """P(token k accepted | tokens before it accepted), `nan` where a position was never judged."""
+        return [
+            accepted / reached if reached else float("nan")
+            for accepted, reached in zip(self.accepted_per_position, self.reached_per_position, strict=True)
+        ]
+
+    def count(self, scheduled: int, accepted: int, committed: int) -> None:
+        """Adds one row's round: `scheduled` draft tokens verified, `accepted` of them kept, `committed` tokens out."""
+        self.cycles += 1
+        self.tokens += committed
+        self.scheduled += scheduled
+        self.accepted += accepted
+        for k in range(scheduled):
+            self.scheduled_per_position[k] += 1
+            if k <= accepted:
+                self.reached_per_position[k] += 1
+            if k < accepted:
+                self.accepted_per_position[k] += 1
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Adds the seconds spent inside to a phase."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - started
+
+    def to_dict(self) -> dict:
+        """Everything above as plain numbers and lists, for JSON."""
+        return {
+            "tau": self.tau,
+            "conditional_acceptance": self.conditional_acceptance,
+            **{name: value for name, value in vars(self).items()},
+        }
+
+    def __repr__(self) -> str:
+        total = sum(self.seconds.values()) or 1.0
+        split = ", ".join(f"{phase} {seconds / total:.0%}" for phase, seconds in self.seconds.items() if seconds)
+        return (
+            f"Statistics(tau={self.tau:.2f}, tokens={self.tokens}, cycles={self.cycles}, drafted={self.drafted}, "
+            f"verified={self.verified}, rejected={self.rejected}; {split or 'no time spent'})"
+        )
