@@ -116,9 +116,11 @@ class SlotCache(Cache):
     def select_rows(self, rows: Tensor) -> None:
         """Keeps only the given rows, in that order."""
         for _, layer in self._slot_layers():
-            layer.rows = None
-            layer.keys = layer.keys.index_select(0, rows.to(layer.keys.device))
-            layer.values = layer.values.index_select(0, rows.to(layer.values.device))
+            if layer.rows is not None:
+                layer.rows = len(rows)
+            if layer.is_initialized:  # rows may leave before the first draft
+                layer.keys = layer.keys.index_select(0, rows.to(layer.keys.device))
+                layer.values = layer.values.index_select(0, rows.to(layer.values.device))
 
     def replace_rows(self, rows: Tensor, other: SlotCache) -> None:
         """Overwrites the given rows, in place, by the rows of another cache of the same model."""
@@ -135,7 +137,8 @@ class SlotCache(Cache):
         Raises:
             ValueError: a layer of that cache holds its states in a form that cannot be read column by column.
         """
-        for mine, theirs in zip(self.layers, cache.layers, strict=True):
+        # A DynamicCache made without a configuration ends at the last layer that stores something.
+        for mine, theirs in zip(self.layers, cache.layers, strict=False):
             if isinstance(mine, DummyLayer):
                 continue
             if not isinstance(theirs, DynamicLayer | StaticLayer) or (
@@ -145,7 +148,8 @@ class SlotCache(Cache):
                     f"`cache` holds a {type(theirs).__name__} that already contains tokens; a drafter can only go on from a "
                     "DynamicCache, or from a StaticCache whose sliding window has not been filled. Pass one of these."
                 )
-            keys, values = theirs.keys[:, :, :length], theirs.values[:, :, :length]
+            # An offloaded layer waits on the processor; `device` is where it computes.
+            keys, values = (states[:, :, :length].to(theirs.device) for states in (theirs.keys, theirs.values))
             first = length - keys.shape[2]  # a sliding layer has dropped what lies before its window
             mine.reserve(keys, values, length)
             mine.keys[:, :, first:length] = keys
@@ -166,6 +170,13 @@ class SlotCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.length, 0
+
+
+def slot_ranges(first_slots: list[int], length: int, device: torch.device) -> Tensor:
+    """Slots `first_slots[r] … first_slots[r] + length − 1` of every row, `(R, length)`."""
+    if len(first_slots) == 1:  # no copy from the host
+        return torch.arange(first_slots[0], first_slots[0] + length, device=device)[None]
+    return torch.tensor(first_slots, device=device)[:, None] + torch.arange(length, device=device)
 
 
 def format_mask(visible: Tensor, implementation: str, dtype: torch.dtype) -> object:

@@ -20,7 +20,7 @@ from transformers.generation import CandidateGenerator
 from transformers.utils import ModelOutput, logging
 
 from . import scheduling
-from .cache import RowLayout, SlotCache, format_mask
+from .cache import RowLayout, SlotCache, format_mask, slot_ranges
 from .modeling_dspark import DSparkDraftModel
 from .processing import RowProcessors
 from .profitability import Profitability
@@ -36,10 +36,11 @@ class CandidateBlock:
 
     Args:
         tokens (`torch.LongTensor` of shape `(R, L)`): draft tokens; L is the longest scheduled length.
-        lengths (`torch.LongTensor` of shape `(R,)`): how many of them to verify.
+        lengths (`torch.LongTensor` of shape `(R,)`): how many of them to verify; on the host.
         logits (`torch.Tensor` of shape `(R, L, Vd)`, *optional*): when sampling, logits of the laws they were drawn from.
         token_ids (`torch.LongTensor` of shape `(Vd,)`, *optional*): target token of each draft logit, if the two differ.
-        confidence (`torch.Tensor` of shape `(R, K)`, *optional*): what the scheduler read.
+        confidence (`torch.Tensor` of shape `(R, K)`, *optional*): what the scheduler read; fewer columns where no row has
+            room for K tokens.
     """
 
     tokens: Tensor
@@ -77,7 +78,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if not isinstance(logits_processor, RowProcessors):
             logits_processor = RowProcessors(logits_processor, batch_size=1)
         self.drafter, self.processors, self.do_sample, self.max_length = drafter, logits_processor, do_sample, max_length
-        self.block_limit = min(config.num_draft_tokens, max_draft_tokens or config.num_draft_tokens)
+        self.block_limit = config.num_draft_tokens
+        if max_draft_tokens is not None:
+            self.block_limit = min(self.block_limit, max_draft_tokens)
         # hidden_states[k + 1] is the output of decoder layer k, hidden_states[0] the embedding
         self.captured_states = [layer + 1 for layer in config.target_layer_ids]
         self.model_kwargs_overrides: dict[str, Any] = {"output_hidden_states": self.captured_states}
@@ -88,6 +91,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.layout: RowLayout | None = None
         self._pending: list[tuple[Tensor, list[int], list[int]]] = []  # (R, Q, D) states, first slots, counts
         self._first_slot = 0  # of the first context row; earlier ones were in a cache passed in
+        self._drafted = False  # whether the latest round had a draft
+        self._scheduled = 0  # its length, while the host's own loop verifies it
         self._older_confidence: list[Tensor] = []  # two_step: confidences of the two latest rounds
 
     def _choose_mode(self) -> str:
@@ -134,11 +139,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """Keeps only the given rows, in that order."""
         kept = rows.tolist()
         self.cache.select_rows(rows)
-        self._pending = [
-            (states[rows.to(states.device)], [first[i] for i in kept], [counts[i] for i in kept])
-            for states, first, counts in self._pending
-        ]
-        self._older_confidence = [confidence[rows.to(confidence.device)] for confidence in self._older_confidence]
+        pending = []
+        for states, first_slots, counts in self._pending:
+            first_slots, counts = [first_slots[i] for i in kept], [counts[i] for i in kept]
+            pending.append((states[rows.to(states.device), : max(counts)], first_slots, counts))
+        self._pending = pending
+        self._older_confidence = [confidence[kept] for confidence in self._older_confidence]
 
     # ---- drafting ----
 
@@ -155,30 +161,30 @@ class DSparkCandidateGenerator(CandidateGenerator):
             [`CandidateBlock`] or `None` when this round is better spent without a draft.
         """
         limits = [min(limit, self.block_limit) for limit in limits]
-        if max(limits) <= 0 or (self.profitability is not None and not self.profitability.should_draft()):
+        longest = max(limits)
+        pauses = self.profitability is not None and longest > 0 and not self.profitability.should_draft()
+        self._drafted = longest > 0 and not pauses
+        if not self._drafted:
             return None
         statistics = self.statistics
-        with statistics.timed("draft"):
-            hidden, base_logits = self._parallel_stage(sequences, slots)
-        room = torch.tensor(limits, device=hidden.device)
         statistics.drafts += 1
         statistics.drafted += sum(limits)
+        with statistics.timed("draft"):
+            hidden, base_logits = self._parallel_stage(sequences, slots)
 
-        lengths = confidence = None
+        lengths, confidence = torch.tensor(limits), None
         if self.mode in ("presampled", "history"):
             with statistics.timed("schedule"):
                 confidence = self._blind_confidence(sequences, hidden, base_logits)
-                lengths = self._schedule(confidence).minimum(room)
+                lengths = self._schedule(confidence, lengths)
+                longest = int(lengths.max())
         with statistics.timed("head"):
-            longest = max(limits) if lengths is None else int(lengths.max())
             tokens, logits, token_ids, embeddings = self._sequential_stage(sequences, rows, hidden, base_logits, longest)
-            if lengths is None and self.mode != "full":
-                confidence_logits = self.drafter.confidence_head(hidden[:, :longest], embeddings)
-                confidence = self.drafter.calibrated(confidence_logits)
-        if lengths is None:
+        if self.mode != "full" and confidence is None:
             with statistics.timed("schedule"):
-                lengths = (room if confidence is None else self._schedule(confidence)).minimum(room)
-        longest = int(lengths.max())
+                confidence = self.drafter.calibrated(self.drafter.confidence_head(hidden[:, :longest], embeddings))
+                lengths = self._schedule(confidence, lengths)
+                longest = int(lengths.max())
         return CandidateBlock(
             tokens[:, :longest], lengths, None if logits is None else logits[:, :longest], token_ids, confidence
         )
@@ -188,20 +194,21 @@ class DSparkCandidateGenerator(CandidateGenerator):
         config, device, layout = self.drafter.config, self.drafter.device, self.layout
         block = torch.full((len(sequences), config.block_size), config.mask_token_id, dtype=torch.long, device=device)
         block[:, 0] = torch.stack([ids[-1] for ids in sequences]).to(device)
+        block_slots = slot_ranges(slots, config.block_size, device)
 
         context = torch.cat([states for states, _, _ in self._pending], dim=1)  # (R, C, D)
-        anchors = torch.tensor(slots, device=device)[:, None]
         length = max(slots) + config.block_size - self._first_slot
         pieces = []
         for states, first_slots, counts in self._pending:
-            offsets = torch.arange(states.shape[1], device=device)[None]
-            first, count = (torch.tensor(values, device=device)[:, None] for values in (first_slots, counts))
-            # Rows that kept fewer states than the longest one send the rest to the slot behind everything.
-            pieces.append(torch.where(offsets < count, first + offsets, self._first_slot + length))
-        block_slots = anchors + torch.arange(config.block_size, device=device)
+            piece = slot_ranges(first_slots, states.shape[1], device)
+            if min(counts) < states.shape[1]:
+                # Rows that kept fewer states than the longest one send the rest to the slot behind everything.
+                offsets, count = piece - piece[:, :1], torch.tensor(counts, device=device)[:, None]
+                piece = torch.where(offsets < count, piece, self._first_slot + length)
+            pieces.append(piece)
         source_slots = torch.cat([*pieces, block_slots], dim=1)  # (R, C + Q)
         if len(slots) == 1:
-            self.cache.place(int(source_slots[0, 0]) - self._first_slot, source_slots.shape[1])
+            self.cache.place(self._pending[0][1][0] - self._first_slot, source_slots.shape[1])
         else:
             self.cache.place_rows(source_slots - self._first_slot, length)
         self._pending = []
@@ -298,20 +305,40 @@ class DSparkCandidateGenerator(CandidateGenerator):
             embeddings = self.drafter.markov_head.markov_w1(torch.cat([anchor, likely], dim=1))
         return self.drafter.calibrated(self.drafter.confidence_head(hidden, embeddings))
 
-    def _schedule(self, confidence: Tensor) -> Tensor:
-        """Lengths `(R,)` by the mode of this call."""
+    def _schedule(self, confidence: Tensor, room: Tensor) -> Tensor:
+        """Lengths `(R,)` by the mode of this call, at most `room` `(R,)`. On the host, which needs them anyway."""
         drafter, profile = self.drafter, self.drafter.load_profile
+        # A token without room brings nothing, and must not take the place of another row's.
+        places = torch.arange(confidence.shape[1])
+        confidence = confidence.cpu().masked_fill(places >= room[:, None], 0.0)
         if self.mode == "threshold":
-            return scheduling.threshold(confidence, drafter.confidence_threshold, on=drafter.threshold_on)
-        if self.mode == "early_stop":
-            return scheduling.early_stop(confidence, profile)
-        if self.mode == "two_step":
+            lengths = scheduling.threshold(confidence, drafter.confidence_threshold, on=drafter.threshold_on)
+        elif self.mode == "early_stop":
+            lengths = scheduling.early_stop(confidence, profile)
+        elif self.mode == "two_step":
             # The capacity comes from two rounds ago, so it cannot know this round's tokens.
             older, self._older_confidence = self._older_confidence, [*self._older_confidence[-1:], confidence]
             if len(older) < 2:
-                return torch.full((len(confidence),), confidence.shape[1], device=confidence.device)
-            return scheduling.within_capacity(confidence, scheduling.capacity(older[0], profile))
-        return scheduling.global_search(confidence, profile)
+                return room
+            lengths = scheduling.within_capacity(confidence, scheduling.capacity(older[0], profile))
+        else:
+            lengths = scheduling.global_search(confidence, profile)
+        return lengths.minimum(room)
+
+    def book(self, scheduled: list[int], accepted: list[int], committed: list[int | None]) -> None:
+        """Enters a verified round in the statistics and in the account of whether drafting pays.
+
+        Args:
+            scheduled (list of R `int`s): draft tokens of each row that were verified.
+            accepted (list of R `int`s): how many of them the target agreed with.
+            committed (list of R `int`s or `None`): by how many tokens the row has grown; `None` if it had finished before.
+        """
+        self.statistics.rounds += 1
+        for verified, agreed, new in zip(scheduled, accepted, committed, strict=True):
+            if new is not None:
+                self.statistics.count(verified, agreed, new)
+        if self._drafted and self.profitability is not None:
+            self.profitability.record(len(scheduled), sum(scheduled), sum(new or 0 for new in committed))
 
     # ---- the host's own loop ----
 
@@ -332,20 +359,19 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """
         if is_first_iteration:  # the target's prefill comes first
             return input_ids, None
-        total = model_kwargs["position_ids"].shape[-1]  # everything in the cache, and the anchor
+        positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+        if positions is None:  # a target that takes none counts its tokens
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        total = positions.shape[-1]  # everything in the cache, and the anchor
         states = model_outputs.hidden_states
-        fresh = states[self.captured_states[0]].shape[1]
+        count = n_last_matches + 1
         if self.layout is None:
-            mask = model_kwargs.get("attention_mask")
-            self.start(
-                RowLayout(model_kwargs["position_ids"][..., :-1], None if mask is None else mask[:, :-1]), total - 1 - fresh
-            )
-            count = fresh
-        else:
-            count = n_last_matches + 1
+            count = states[self.captured_states[0]].shape[1]
+            self.start(RowLayout(positions[..., :-1], None if mask is None else mask[:, :-1]), total - 1 - count)
         self.observe(states, [total - 1 - count], [count])
         room = self.max_length - input_ids.shape[1] - 1
         block = self.propose([input_ids[0]], [0], [total - 1], [room])
+        self._scheduled = 0 if block is None else block.tokens.shape[1]
         if block is None or block.tokens.shape[1] == 0:
             return input_ids, None
         candidates = torch.cat([input_ids, block.tokens.to(input_ids.device)], dim=1)
@@ -356,4 +382,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         return candidates, logits
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        """Nothing to adapt: the schedule is computed anew in every round."""
+        """Books the round; there is nothing to adapt, since every round is scheduled anew."""
+        if self.layout is not None:  # the first call follows the prefill
+            matches = int(num_matches)
+            self.book([self._scheduled], [matches], [matches + 1])

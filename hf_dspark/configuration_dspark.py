@@ -6,8 +6,7 @@ ids count decoder layers (id k is `hidden_states[k + 1]` of the target), the anc
 settings are the drafter's own.
 """
 
-from __future__ import annotations
-
+# Annotations must stay objects here (no `from __future__ import annotations`): @strict does not check strings.
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters

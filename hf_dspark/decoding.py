@@ -59,32 +59,31 @@ def dspark_decoding(
         model_kwargs.pop(unused, None)
     _refuse_inexact(target, generation_config, synced_gpus, model_kwargs.get("cache"))
     drafter.bind(target)
-    statistics = drafter.statistics = Statistics(drafter.config.num_draft_tokens)
+    statistics = drafter.statistics = Statistics(drafter.config.num_draft_tokens, drafter.device)
     processors = RowProcessors(logits_processor, batch_size=len(input_ids))
+    rows = Rows(input_ids, stopping_criteria, generation_config, streamer)
+    sample = generation_config.do_sample
     generator = DSparkCandidateGenerator(
         drafter,
         processors,
-        do_sample=generation_config.do_sample,
-        max_length=generation_config.max_length,
+        do_sample=sample,
+        max_length=rows.max_length,
         max_draft_tokens=generation_config.num_assistant_tokens,
     )
     forward = TargetForward(target, generation_config, generator.captured_states, model_kwargs)
-    rows = Rows(input_ids, stopping_criteria, generation_config, streamer)
-    sample = generation_config.do_sample
+    empty = input_ids.new_empty(len(input_ids), 0)
 
     # Prefill: the whole prompt, and the first token from it.
     with statistics.timed("prefill"):
         generator.start(forward.layout, forward.past_length)
         outputs = forward.prefill(input_ids, observe=generator.observe)
-        logits = outputs.logits[:, -1:].float()
-        empty = input_ids.new_empty(len(input_ids), 0)
-        none = torch.zeros(len(input_ids), dtype=torch.long, device=input_ids.device)
-        scores = processors.over_block(logits.clone(), rows.sequences, rows.active, empty, none)
-        tokens = _choose(scores[:, 0], sample)
-        rows.record(outputs, forward.cache_rows, [forward.prompt_length - 1] * len(input_ids), scores, logits, none)
-        rows.commit(empty, none, tokens)
+        running, nothing = forward.cache_rows, [0] * len(input_ids)
+        logits = outputs.logits[:, -1:].to(input_ids.device, torch.float32)
+        scores = processors.over_block(logits, rows.sequences, running, empty, nothing)
+        slots = [forward.prompt_length - 1] * len(input_ids)
+        rows.record(outputs, running, slots, scores, logits, nothing, forward.sliding_windows)
+        rows.commit(empty, nothing, _choose(scores[:, 0], sample), running)
 
-    slot_offset = forward.prompt_length - input_ids.shape[1]  # columns that are not in input_ids: a cache, or embeddings
     while rows.active:
         if len(rows.active) < len(forward.cache_rows) and not forward.keeps_rows:
             left = torch.tensor([forward.cache_rows.index(row) for row in rows.active], device=input_ids.device)
@@ -92,40 +91,37 @@ def dspark_decoding(
             generator.select_rows(left)
         running = forward.cache_rows
         sequences = [rows.sequences[row] for row in running]
-        slots = [len(ids) - 1 + slot_offset for ids in sequences]
+        slots = [len(ids) - 1 + forward.slot_offset for ids in sequences]
 
         # Draft and schedule. A draft may fill the row up to max_length, less the target's own token.
-        room = [max(0, generation_config.max_length - len(ids) - 1) for ids in sequences]
-        limits = [limit if row in rows.active else 0 for row, limit in zip(running, room, strict=True)]
+        limits = [
+            max(0, rows.max_length - len(ids) - 1) if row in rows.active else 0
+            for row, ids in zip(running, sequences, strict=True)
+        ]
         block = generator.propose(sequences, running, slots, limits)
-        drafted = block is not None
         if block is None:
-            block = CandidateBlock(empty[: len(running)], none[: len(running)])
+            block = CandidateBlock(empty[: len(running)], torch.zeros(len(running), dtype=torch.long))
 
         # Verify.
-        lengths, candidates = block.lengths.to(input_ids.device), block.tokens.to(input_ids.device)
+        lengths, candidates = block.lengths.tolist(), block.tokens.to(input_ids.device)
         anchors = torch.stack([ids[-1] for ids in sequences])[:, None]
         with statistics.timed("verify"):
             outputs = forward.verify(sequences, torch.cat([anchors, candidates], dim=1), slots)
-            logits = outputs.logits.float()
+            logits = outputs.logits.to(input_ids.device, torch.float32)
         scores = processors.over_block(logits, sequences, running, candidates, lengths)
-        accepted, following = _accept(block, candidates, lengths, scores, sample)
+        agreed, following = _accept(block, candidates, scores, sample)
+        accepted = agreed.tolist()
 
         # Commit. A row that stops inside its block keeps the tokens up to there.
-        rows.record(outputs, running, slots, scores, logits, accepted)
-        kept = rows.commit(candidates, accepted, following, running)
-        statistics.rounds += 1
-        for scheduled, agreed, tokens_kept in zip(lengths.tolist(), accepted.tolist(), kept, strict=True):
-            if tokens_kept:
-                statistics.count(scheduled, agreed, tokens_kept)
-        if drafted and generator.profitability is not None:
-            generator.profitability.record(len(running), int(lengths.sum()), sum(kept))
+        rows.record(outputs, running, slots, scores, logits, accepted, forward.sliding_windows)
+        committed = rows.commit(candidates, accepted, following, running)
+        generator.book(lengths, accepted, committed)
         if rows.active:
-            generator.observe(forward.captured(outputs), slots, [count + 1 for count in accepted.tolist()])
+            generator.observe(outputs.hidden_states, slots, [count + 1 for count in accepted])
 
     rows.finish()
-    forward.hand_back(rows.length - 1 + slot_offset)
-    statistics.seconds["rest"] = time.perf_counter() - started - sum(statistics.seconds.values())
+    forward.hand_back(rows.padded(), [len(ids) for ids in rows.sequences])
+    statistics.close(time.perf_counter() - started)
     return rows.result(forward.user_cache)
 
 
@@ -134,13 +130,12 @@ def _choose(scores: Tensor, sample: bool) -> Tensor:
     return torch.multinomial(scores.softmax(-1), 1)[:, 0] if sample else scores.argmax(-1)
 
 
-def _accept(
-    block: CandidateBlock, candidates: Tensor, lengths: Tensor, scores: Tensor, sample: bool
-) -> tuple[Tensor, Tensor]:
+def _accept(block: CandidateBlock, candidates: Tensor, scores: Tensor, sample: bool) -> tuple[Tensor, Tensor]:
+    lengths = block.lengths.to(scores.device)
     if not sample:
         return accept_greedy(candidates, lengths, scores.argmax(-1))
     if candidates.shape[1] == 0:
-        return torch.zeros_like(lengths), _choose(scores[:, 0], sample)
+        return lengths, _choose(scores[:, 0], sample)
     token_ids = None if block.token_ids is None else block.token_ids.to(scores.device)
     return accept_sampled(candidates, lengths, block.logits.to(scores.device), scores, token_ids)
 

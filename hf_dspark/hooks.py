@@ -54,7 +54,7 @@ def _wrap_candidates(original: Any) -> Any:
             return original(self, *args, **kwargs)
         config = kwargs["generation_config"]
         drafter.bind(self)
-        drafter.statistics = Statistics(drafter.config.num_draft_tokens)
+        drafter.statistics = Statistics(drafter.config.num_draft_tokens, drafter.device)
         return DSparkCandidateGenerator(
             drafter,
             kwargs["logits_processor"],

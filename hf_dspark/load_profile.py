@@ -73,9 +73,10 @@ class LoadProfile:
             raise ValueError("`steps_per_second` must hold a point, got {}. Use LoadProfile.measure(target).")
         steps = _curve("steps_per_second", self.steps_per_second, "positive")
         extra = _curve("request_seconds", self.request_seconds)
-        _number("draft_seconds", self.draft_seconds, "non-negative")
-        if not callable(self.concurrent_requests):
-            _size("concurrent_requests", self.concurrent_requests)
+        draft_seconds = _number("draft_seconds", self.draft_seconds, "non-negative")
+        load = self.concurrent_requests
+        if not callable(load):
+            load = _size("concurrent_requests", load)
         if self.interpolation not in ("linear", "floor"):
             raise ValueError(f"`interpolation` must be 'linear' or 'floor', got {self.interpolation!r}. Name either.")
         if 1 / max(steps.values()) + min(extra.values(), default=0.0) <= 0:
@@ -91,6 +92,8 @@ class LoadProfile:
             slopes[-1] = slopes[-2].clamp(min=0)  # a last segment that falls must not lead to times below zero
         for name, value in (
             ("steps_per_second", steps),
+            ("draft_seconds", draft_seconds),
+            ("concurrent_requests", load),
             ("request_seconds", extra),
             ("_sizes", sizes),
             ("_seconds", seconds),

@@ -12,8 +12,10 @@ Parameter names are those of the DeepSpec checkpoints.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,11 +31,22 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
     rotate_half,
 )
+from transformers.utils import logging
 
 from .configuration_dspark import DSparkConfig
+from .errors import CheckpointError
+from .formats import find_target_copies, packaging_of, read_checkpoint
+from .formats.files import LOAD_PROFILE_NAME, find_folder, progress_bars_off, replaced_files
+from .formats.own import DRAFTER_FIELDS
+from .formats.target_copies import TargetCopies
 from .heads import MARKOV_HEADS, ConfidenceHead
 from .load_profile import LoadProfile
 from .statistics import Statistics
+
+logger = logging.get_logger(__name__)
+
+_DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+_UPLOAD_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 
 
 class DSparkAttention(nn.Module):
@@ -166,6 +179,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self.threshold_on = "conditional"
         self.statistics = Statistics(config.num_draft_tokens)
         self._target: _BoundTarget | None = None
+        self._target_copies: TargetCopies | None = None
         self.post_init()
 
     def project_context(self, target_hidden_states: Tensor) -> Tensor:
@@ -200,6 +214,102 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             hidden_states = layer(hidden_states, context_hidden_states, position_embeddings, attention_mask, cache)
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
+    # ---- loading and saving ----
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *model_args,
+        config: DSparkConfig | str | os.PathLike | None = None,
+        **kwargs,
+    ):
+        """Loads a drafter in any packaging that [`~hf_dspark.formats`] reads, and checks it.
+
+        Args:
+            pretrained_model_name_or_path (`str` or `os.PathLike`): local folder or Hub repo id; `None` is passed on to
+                the host, with the `config` and `state_dict` it then needs.
+            config ([`DSparkConfig`], `str` or `os.PathLike`, *optional*): used instead of the checkpoint's own.
+            kwargs: those of [`~transformers.PreTrainedModel.from_pretrained`]: `dtype` (default `"auto"`: that of the
+                weights), `device_map`, `attn_implementation`, `revision`, `token`, `subfolder`, `variant`, …; and
+                fields of [`DSparkConfig`] to change, if no `config` is given.
+
+        Returns:
+            [`DSparkDraftModel`], in evaluation mode, with the `load_profile` saved beside it; a tuple of it and the
+            host's `dict` with `output_loading_info=True`.
+
+        Raises:
+            CheckpointError: the checkpoint is of no known packaging, damaged, or contradicts itself.
+            ValueError: its `load_profile.json` cannot be used.
+        """
+        if pretrained_model_name_or_path is None:
+            return super().from_pretrained(None, *model_args, config=config, **kwargs)
+        if kwargs.pop("use_safetensors", None) is False:
+            raise CheckpointError("`use_safetensors=False` asks for a pickle, which is never read. Leave it out.")
+        download = {name: kwargs.pop(name) for name in _DOWNLOAD_OPTIONS if name in kwargs}
+        folder = find_folder(
+            pretrained_model_name_or_path, check=packaging_of, subfolder=kwargs.pop("subfolder", ""), **download
+        )
+        overrides = {}
+        if config is None:
+            overrides = {name: kwargs.pop(name) for name in DRAFTER_FIELDS & kwargs.keys()}
+        elif isinstance(config, (str, os.PathLike)):
+            config = DSparkConfig.from_pretrained(config)
+        variant, with_info = kwargs.pop("variant", None), kwargs.pop("output_loading_info", False)
+        config, tensors, notes = read_checkpoint(folder, config=config, overrides=overrides, variant=variant)
+        for note in notes:
+            logger.warning(f"{folder}: {note}")
+
+        with progress_bars_off():
+            loaded: Any = super().from_pretrained(
+                None, *model_args, config=config, state_dict=tensors, output_loading_info=True, **kwargs
+            )
+        model, info = loaded
+        model.name_or_path = model.config.name_or_path = str(pretrained_model_name_or_path)
+        model._target_copies = find_target_copies(folder, variant)
+        if (folder / LOAD_PROFILE_NAME).is_file():
+            model.load_profile = LoadProfile.load(folder / LOAD_PROFILE_NAME)
+        return (model, info) if with_info else model
+
+    def save_pretrained(  # type: ignore[override]  # the host's further arguments are named ones, in kwargs
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = "50GB",
+        variant: str | None = None,
+        **kwargs,
+    ) -> None:
+        """Saves configuration, weights and, if there is one, the load profile. The target's tensors are not among them.
+
+        Files are completed in a hidden folder and then moved into place, so a crash leaves no half-written one behind.
+        Files of an earlier save that are no longer needed are removed.
+
+        Args:
+            save_directory (`str` or `os.PathLike`): folder to save to; made if it does not exist.
+            is_main_process (`bool`, defaults to `True`): whether this process writes, in distributed training.
+            state_dict (`dict[str, torch.Tensor]`, *optional*): tensors to save instead of the model's own.
+            push_to_hub (`bool`, defaults to `False`): whether to upload the drafter afterwards.
+            max_shard_size (`int` or `str`, defaults to `"50GB"`): bytes of a weight file from which it is split.
+            variant (`str`, *optional*): the `fp16` of `model.fp16.safetensors`.
+            kwargs: those of [`~transformers.PreTrainedModel.save_pretrained`] and, with `push_to_hub`, of
+                [`~transformers.PreTrainedModel.push_to_hub`], whose `repo_id` defaults to the name of the folder.
+        """
+        options = {"max_shard_size": max_shard_size, "variant": variant, **kwargs}
+        if kwargs.get("distributed_checkpoint"):  # every process writes a part, and all to the same folder
+            return super().save_pretrained(save_directory, is_main_process, state_dict, push_to_hub, **options)
+        folder, repo_id = Path(save_directory), options.pop("repo_id", None)
+        upload = {name: options.pop(name) for name in _UPLOAD_OPTIONS if name in options}
+        with progress_bars_off(), replaced_files(folder, variant) as staged:
+            super().save_pretrained(staged, is_main_process, state_dict, **options)
+            written = any(staged.iterdir())  # not where another process writes
+            if written and self.load_profile is not None:
+                self.load_profile.save(staged / LOAD_PROFILE_NAME)
+        if push_to_hub and written:
+            upload["max_shard_size"] = max_shard_size
+            self.push_to_hub(repo_id or folder.resolve().name, **upload)  # type: ignore[arg-type]  # hidden by a wrapper
+
     # ---- the target's embedding and LM head, by reference ----
 
     def bind(self, target: PreTrainedModel) -> None:
@@ -214,6 +324,8 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         """
         if self._target is None or self._target.model() is not target:
             bound = _BoundTarget(target, self)
+            if self._target_copies is not None:
+                self._target_copies.compare(target)
             # Not a submodule: neither state_dict nor .to() must ever reach the target through the drafter.
             object.__setattr__(self, "_target", bound)
 

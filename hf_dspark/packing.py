@@ -1,23 +1,28 @@
 """Linear layers with pre-packed weights, for processors.
 
 A float32 `nn.Linear` on a few rows spends much of its time rearranging the weight for the matrix kernel, on every call.
-oneDNN can keep the rearranged copy, which is what `torch.compile` with inductor's freezing does. On two cores this makes
-a step of one token about a fifth faster and one of eight tokens a third, so the price of verifying a block falls more than
-the price of the plain step it replaces. Results differ from `nn.Linear` in the last float32 bits: compare like with like.
+oneDNN can keep the rearranged copy, which is what `torch.compile` with inductor's freezing does. On two cores this
+makes a step of one token about a fifth faster and one of eight tokens a third, so the price of verifying a block falls
+more than the price of the plain step it replaces. Results differ from `nn.Linear` in the last float32 bits: compare
+like with like.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class PackedLinear(nn.Module):
-    """Inference-only stand-in for a float32 `nn.Linear` on the processor.
+    """Stand-in for a float32 `nn.Linear` on the processor whose weight no longer changes.
+
+    The weight stays shared with the layer it stands for: tied embeddings keep working, and what is saved is the same.
+    The packed copy is made beside it, so the layer's memory doubles; a weight changed or loaded later does not reach
+    it.
 
     Args:
-        linear (`nn.Linear`): the layer to stand in for. Its weight stays shared with it (tied embeddings keep working);
-            the packed copy is made beside it, so the layer's memory doubles.
+        linear (`nn.Linear`): the layer to stand in for.
         rows (`int`, defaults to 8): number of rows the packing is optimised for; any number is accepted.
     """
 
@@ -29,6 +34,8 @@ class PackedLinear(nn.Module):
         object.__setattr__(self, "_packed", packed)  # an opaque tensor: not a parameter, never saved
 
     def forward(self, inputs: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and inputs.requires_grad:  # the packed kernel has no derivative
+            return F.linear(inputs, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(inputs, self._packed, self.bias, "none", [], "")
 
 
@@ -36,7 +43,7 @@ def pack_linears(model: nn.Module, rows: int = 8) -> nn.Module:
     """Replaces every float32 `nn.Linear` of `model` on the processor by its packed form, in place.
 
     Args:
-        model (`nn.Module`): a model used for inference only; gradients do not pass through the packed layers.
+        model (`nn.Module`): a model used for inference only: its weights must not change any more.
         rows (`int`, defaults to 8): number of tokens per forward to optimise for.
 
     Returns:
@@ -47,7 +54,10 @@ def pack_linears(model: nn.Module, rows: int = 8) -> nn.Module:
         ValueError: the model holds no float32 linear layer on the processor.
     """
     if not torch.backends.mkldnn.is_available():
-        raise RuntimeError("pack_linears needs a PyTorch build with oneDNN (torch.backends.mkldnn); this one has none.")
+        raise RuntimeError(
+            "pack_linears needs a PyTorch build with oneDNN (torch.backends.mkldnn); this one has none. Leave the "
+            "model as it is."
+        )
     replaced = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -2,15 +2,17 @@
 
 Plain `generate` calls the processors once per step with a rectangular batch. Here each row has its own length and several
 positions at once, and the drafter must apply them too, so that the law it reports is the law its tokens were drawn from.
-Processors that only look at the scores run on everything in one call; the others run position by position with the prefix
-that plain decoding would have shown them.
+Processors that only look at the scores run on everything in one call; the others run row by row and position by position,
+with the prefix that plain decoding would have shown them.
 """
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as host
 
 # Look at one row of scores and nothing else: also right on a part of the vocabulary.
@@ -30,7 +32,6 @@ _SCORES_ONLY = (
 _PREFIX_ONLY = (
     host.MinLengthLogitsProcessor,
     host.MinNewTokensLengthLogitsProcessor,
-    host.RepetitionPenaltyLogitsProcessor,
     host.NoRepeatNGramLogitsProcessor,
     host.SequenceBiasLogitsProcessor,
     host.ForcedBOSTokenLogitsProcessor,
@@ -60,7 +61,10 @@ class RowProcessors:
 
     Args:
         processors (`LogitsProcessorList`): as prepared by `generate`.
-        batch_size (`int`): rows of the call; processors that look at the row's number see the whole batch.
+        batch_size (`int`): rows of the call.
+
+    Attributes:
+        scores_only (`bool`): whether no processor reads the tokens before a position.
 
     Raises:
         ValueError: one of the processors keeps a state, so that speculative decoding could not be exact.
@@ -75,11 +79,13 @@ class RowProcessors:
                     "of SynthID, ...)."
                 )
         self.processors = processors
-        self.batch_size = batch_size
         self.scores_only = all(type(processor) in _SCORES_ONLY for processor in processors)
-        self._needs_batch = batch_size > 1 and not all(
-            isinstance(processor, _SCORES_ONLY + _PREFIX_ONLY) for processor in processors
-        )
+        self._of_rows = [processors]
+        if batch_size > 1 and not self.scores_only:
+            self._of_rows = [
+                LogitsProcessorList(_of_row(processor, row, batch_size) for processor in processors)
+                for row in range(batch_size)
+            ]
 
     def __bool__(self) -> bool:
         return len(self.processors) > 0
@@ -89,8 +95,8 @@ class RowProcessors:
 
         Args:
             logits (`torch.Tensor` of shape `(N, V)`): float32; may be changed in place.
-            sequences (list of N `torch.LongTensor`s, 1-D): the tokens before that position.
-            rows (`list[int]`): number of each row in the batch of the call.
+            sequences (list of N `torch.LongTensor`s, 1-D): the tokens before that position; not read if `scores_only`.
+            rows (list of N `int`s): number of each row in the batch of the call; not read if `scores_only`.
 
         Returns:
             `torch.Tensor` of shape `(N, V)`.
@@ -99,35 +105,66 @@ class RowProcessors:
             return logits
         if self.scores_only:
             return self.processors(torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device), logits)
-        scores = []
-        for ids, row_logits, row in zip(sequences, logits, rows, strict=True):
-            if self._needs_batch:  # only this row of the answer is used
-                ids, row_logits = ids.expand(self.batch_size, -1), row_logits.repeat(self.batch_size, 1)
-                scores.append(self.processors(ids, row_logits)[row])
-            else:
-                scores.append(self.processors(ids[None], row_logits[None])[0])
-        return torch.stack(scores)
+        return torch.cat(
+            [
+                self._of_rows[row](ids[None], row_logits[None])
+                for ids, row_logits, row in zip(sequences, logits, rows, strict=True)
+            ]
+        )
 
-    def over_block(self, logits: Tensor, sequences: list[Tensor], rows: list[int], tokens: Tensor, lengths: Tensor) -> Tensor:
+    def over_block(
+        self, logits: Tensor, sequences: list[Tensor], rows: list[int], tokens: Tensor, lengths: list[int]
+    ) -> Tensor:
         """Scores of every position of a verification forward.
 
         Args:
-            logits (`torch.Tensor` of shape `(R, L + 1, V)`): float32.
-            sequences (list of R `torch.LongTensor`s, 1-D): tokens up to and including the anchor.
-            rows (`list[int]`): number of each row in the batch of the call.
-            tokens (`torch.LongTensor` of shape `(R, L)`): draft tokens, right-padded.
-            lengths (`torch.LongTensor` of shape `(R,)`): valid draft tokens; positions behind them are left as they are.
+            logits (`torch.Tensor` of shape `(N, L + 1, V)`): float32; left as it is.
+            sequences (list of N `torch.LongTensor`s, 1-D): tokens up to and including the anchor.
+            rows (list of N `int`s): number of each row in the batch of the call.
+            tokens (`torch.LongTensor` of shape `(N, L)`): draft tokens, right-padded.
+            lengths (list of N `int`s): valid draft tokens; the positions behind them are not processed.
 
         Returns:
-            `torch.Tensor` of shape `(R, L + 1, V)`.
+            `torch.Tensor` of shape `(N, L + 1, V)`.
         """
         if not self.processors:
             return logits
-        if self.scores_only:
+        if self.scores_only:  # none of these works in place
             return self(logits.flatten(0, 1), [], []).view(logits.shape)
-        logits = logits.clone()
-        for index, length in enumerate(lengths.tolist()):
+        scores = logits.clone()
+        for index, length in enumerate(lengths):
             for position in range(length + 1):
                 prefix = torch.cat([sequences[index], tokens[index, :position]])
-                logits[index, position] = self(logits[index, position][None].clone(), [prefix], [rows[index]])[0]
-        return logits
+                scores[index, position] = self(scores[index, position][None], [prefix], [rows[index]])[0]
+        return scores
+
+
+def _of_row(processor: LogitsProcessor, row: int, batch_size: int) -> LogitsProcessor:
+    """The processor as one row of the batch meets it, to be called with that row alone."""
+    if isinstance(processor, _SCORES_ONLY + _PREFIX_ONLY):
+        return processor
+    narrow = copy.copy(processor)
+    if type(processor) is host.RepetitionPenaltyLogitsProcessor:
+        if isinstance(processor.prompt_ignore_length, Tensor):
+            narrow.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
+    elif type(processor) is host.EncoderRepetitionPenaltyLogitsProcessor:
+        narrow.encoder_input_ids = processor.encoder_input_ids[row : row + 1]
+    elif type(processor) is host.EncoderNoRepeatNGramLogitsProcessor:
+        narrow.generated_ngrams, narrow.batch_size = processor.generated_ngrams[row : row + 1], 1
+    elif type(processor) is host.PrefixConstrainedLogitsProcessor:
+        allowed = processor._prefix_allowed_tokens_fn
+        narrow._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
+    else:
+        return _InBatch(processor, row, batch_size)
+    return narrow
+
+
+class _InBatch(LogitsProcessor):
+    """Shows a processor of the user a full batch, every row of it this one: it may look at the row's number."""
+
+    def __init__(self, processor: LogitsProcessor, row: int, batch_size: int):
+        self.processor, self.row, self.batch_size = processor, row, batch_size
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = self.processor(input_ids.expand(self.batch_size, -1), scores.repeat(self.batch_size, 1))
+        return scores[self.row : self.row + 1]

@@ -47,8 +47,11 @@ class Profitability:
         """
         if self._profile is None:
             return
-        load = max(1.0, self._profile.requests() / rows)
-        step, plain = (self._profile.step_seconds(round(load * tokens)) for tokens in (rows + verified, rows))
+        requests = max(self._profile.requests(), rows)
+        load = requests / rows  # the other requests are taken to be like these rows
+        step, plain = (
+            self._profile.step_seconds(round(load * tokens), requests) for tokens in (rows + verified, rows)
+        )
         seconds = self._profile.draft_seconds + step
         self._tokens = _MEMORY * self._tokens + committed
         self._seconds = _MEMORY * self._seconds + seconds

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteriaList
+from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -22,13 +22,14 @@ class Rows:
 
     Args:
         input_ids (`torch.LongTensor` of shape `(R, S)`): the prompts.
-        stopping_criteria (`StoppingCriteriaList`): asked once per token and row.
+        stopping_criteria (`StoppingCriteriaList`): asked about every token of every row.
         generation_config (`GenerationConfig`): of this call.
         streamer (`BaseStreamer`, *optional*): gets one column at a time, as in plain `generate`.
 
     Attributes:
         sequences (list of R `torch.LongTensor`s, 1-D): committed tokens.
         active (`list[int]`): rows that still generate.
+        max_length (`int`): longest sequence, in tokens.
     """
 
     def __init__(
@@ -41,81 +42,95 @@ class Rows:
         self.sequences = list(input_ids.unbind(0))
         self.active = list(range(len(input_ids)))
         self._prompt_length = self._streamed = input_ids.shape[1]
-        self._criteria, self._config, self._streamer = stopping_criteria, generation_config, streamer
+        self._streamer = streamer
         self._ends: list[int | None] = [None] * len(input_ids)  # length at which each row stopped
+
+        # The two criteria of nearly every call are answered from numbers: no wait for the device at every token.
+        lengths = [criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
+        self.max_length: int = min(lengths, default=generation_config.max_length)
+        ends = [criterion.eos_token_id.tolist() for criterion in stopping_criteria if type(criterion) is EosTokenCriteria]
+        self._end_tokens = {token for tokens in ends for token in tokens}
+        self._criteria = StoppingCriteriaList(
+            criterion for criterion in stopping_criteria if type(criterion) not in (MaxLengthCriteria, EosTokenCriteria)
+        )
         # Plain generate pads finished rows only if a criterion knows an end token; otherwise they run on with the others.
         self._pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         pad = generation_config._pad_token_tensor
         self._pad_token_id = 0 if pad is None else int(pad)
-        names = ("scores", "logits", "attentions", "hidden_states")
-        wanted = [getattr(generation_config, f"output_{name}") for name in names]
+
+        self._returns_dict = bool(generation_config.return_dict_in_generate)
         self._records: dict[str, list[list[Any]]] = {
             name: [[] for _ in self.sequences]
-            for name, on in zip(names, wanted, strict=True)
-            if on and generation_config.return_dict_in_generate
+            for name in ("scores", "logits", "attentions", "hidden_states")
+            if self._returns_dict and getattr(generation_config, f"output_{name}")
         }
 
-    @property
-    def length(self) -> int:
-        """Length of the longest row."""
-        return max(len(ids) for ids in self.sequences)
-
-    def commit(
-        self, candidates: Tensor, accepted: Tensor, following: Tensor, running: list[int] | None = None
-    ) -> list[int]:
+    def commit(self, candidates: Tensor, accepted: list[int], following: Tensor, running: list[int]) -> list[int | None]:
         """Appends accepted draft tokens and the target's own, row by row, up to where a row stops.
 
         Args:
             candidates (`torch.LongTensor` of shape `(N, L)`): draft tokens.
-            accepted (`torch.LongTensor` of shape `(N,)`): how many of them were accepted.
+            accepted (list of N `int`s): how many of them were accepted.
             following (`torch.LongTensor` of shape `(N,)`): the target's token behind them.
-            running (`list[int]`, *optional*): rows these belong to; all when not given.
+            running (list of N `int`s): rows these belong to.
 
         Returns:
-            `list[int]`: tokens appended to each row.
+            `list[int | None]`: by how many tokens each of them has grown; `None` for one that had finished before.
         """
-        kept = []
-        for place, row in enumerate(range(len(self.sequences)) if running is None else running):
+        lengths: list[int | None] = []
+        followed = torch.cat([candidates, following[:, None]], dim=1)
+        numbers = followed.tolist()  # one copy to the host for all rows
+        for place, (row, count) in enumerate(zip(running, accepted, strict=True)):
             if row not in self.active:
-                kept.append(0)
+                lengths.append(None)
                 continue
-            new = torch.cat([candidates[place, : int(accepted[place])], following[place : place + 1]])
             before = len(self.sequences[row])
-            self.sequences[row] = self._until_stop(row, torch.cat([self.sequences[row], new]), before)
-            kept.append(len(self.sequences[row]) - before)
+            lengths.append(before)
+            ids = torch.cat([self.sequences[row], followed[place, :count], followed[place, -1:]])
+            end = self._stop(row, ids, before, [*numbers[place][:count], numbers[place][-1]])
+            self.sequences[row] = ids[:end]
         self._retire()
         self._stream()
-        return kept
+        return [
+            None if before is None else len(self.sequences[row]) - before
+            for row, before in zip(running, lengths, strict=True)
+        ]
 
-    def _until_stop(self, row: int, ids: Tensor, before: int) -> Tensor:
-        """`ids` cut behind the first token at which the row stops."""
-        if self._ends[row] is not None:  # runs on with the others
-            return ids
+    def _stop(self, row: int, ids: Tensor, before: int, new: list[int]) -> int:
+        """Length to which `ids` may stand: up to the first new token at which the row stops, if there is one."""
         scores = self._records.get("scores")
-        for end in range(before + 1, len(ids) + 1):
-            seen = None if scores is None else tuple(step[None] for step in scores[row][: end - self._prompt_length])
-            if bool(torch.as_tensor(self._criteria(ids[None, :end], seen)).all()):
-                self._ends[row] = end
-                return ids[:end] if self._pads else ids
-        return ids
+        if self._ends[row] is None:
+            for end, token in enumerate(new, before + 1):
+                stops = end >= self.max_length or token in self._end_tokens
+                if self._criteria and not stops:
+                    seen = None if scores is None else tuple(s[None] for s in scores[row][: end - self._prompt_length])
+                    stops = bool(self._criteria(ids[None, :end], seen).all())
+                if stops:
+                    self._ends[row] = end
+                    if self._pads:
+                        return end
+                    break
+        return min(len(ids), self.max_length)
 
     def _retire(self) -> None:
         """Drops the rows that are done from `active`."""
         if self._pads:
             self.active = [row for row in self.active if self._ends[row] is None]
-        elif None not in self._ends:
-            longest = max(end for end in self._ends if end is not None)
-            self.active = [row for row in self.active if len(self.sequences[row]) < longest]
-            self.sequences = [ids[:longest] for ids in self.sequences]
+            return
+        # No end token: rows run on with the others, to the length at which the last of them stops.
+        ends = [end for end in self._ends if end is not None]
+        longest = max(ends) if len(ends) == len(self._ends) else self.max_length
+        self.sequences = [ids[:longest] for ids in self.sequences]
+        self.active = [row for row in self.active if len(self.sequences[row]) < longest]
 
     def _stream(self) -> None:
         """Hands over every column that all rows have, finished ones counting as padded."""
         if self._streamer is None:
             return
-        ready = min((len(self.sequences[row]) for row in self.active), default=self.length)
-        for column in range(self._streamed, ready):
-            tokens = [int(ids[column]) if column < len(ids) else self._pad_token_id for ids in self.sequences]
-            self._streamer.put(torch.tensor(tokens))
+        length = self.length
+        ready = min((len(self.sequences[row]) for row in self.active), default=length)
+        for column in self.padded()[:, self._streamed : ready].cpu().unbind(1):
+            self._streamer.put(column.contiguous())
         self._streamed = max(self._streamed, ready)
 
     def finish(self) -> None:
@@ -123,54 +138,80 @@ class Rows:
         if self._streamer is not None:
             self._streamer.end()
 
+    @property
+    def length(self) -> int:
+        """Length of the longest row."""
+        return max(len(ids) for ids in self.sequences)
+
+    def padded(self) -> Tensor:
+        """All sequences as one tensor `(R, length)`, finished rows filled up with the padding token."""
+        length = self.length
+        return torch.stack(
+            [torch.nn.functional.pad(ids, (0, length - len(ids)), value=self._pad_token_id) for ids in self.sequences]
+        )
+
     # ---- return_dict_in_generate ----
 
     def record(
-        self, outputs: ModelOutput, cache_rows: list[int], slots: list[int], scores: Tensor, logits: Tensor, accepted: Tensor
+        self,
+        outputs: ModelOutput,
+        running: list[int],
+        slots: list[int],
+        scores: Tensor,
+        logits: Tensor,
+        accepted: list[int],
+        sliding_windows: list[int | None],
     ) -> None:
         """Keeps what `return_dict_in_generate` asked for: one entry per token of each row.
 
         Args:
             outputs (`ModelOutput`): of the forward; `attentions` and `hidden_states` are read if asked for.
-            cache_rows (`list[int]`): row of each place in the forward.
-            slots (`list[int]`): slot of each row's first query whose logits are given.
+            running (list of N `int`s): row of each place in the forward.
+            slots (list of N `int`s): slot of each row's first query whose logits are given.
             scores, logits (`torch.Tensor` of shape `(N, Q, V)`): processed and raw.
-            accepted (`torch.LongTensor` of shape `(N,)`): accepted draft tokens; one more position belongs to each row.
+            accepted (list of N `int`s): accepted draft tokens; one more position belongs to each row.
+            sliding_windows (list of `int` or `None`): of each layer; plain decoding shows no weights before the window.
         """
-        if not self._records:
-            return
-        for place, row in enumerate(cache_rows):
-            if row not in self.active:
-                continue
-            for position in range(int(accepted[place]) + 1):
-                first = not any(record[row] for record in self._records.values())
-                query = slice(None) if first else slice(position, position + 1)  # the first step covers the prompt
-                for name, record in self._records.items():
+        for name, record in self._records.items():
+            for place, row in enumerate(running):
+                if row not in self.active:
+                    continue
+                for position in range(accepted[place] + 1):
+                    # The first entry covers the prompt.
+                    query = slice(position, position + 1) if record[row] else slice(None)
                     if name == "scores":
-                        value: Any = scores[place, position]
+                        entry: Any = scores[place, position]
                     elif name == "logits":
-                        value = logits[place, position]
+                        entry = logits[place, position]
                     elif name == "hidden_states":
-                        value = tuple(layer[place, query] for layer in outputs.hidden_states)
+                        entry = tuple(layer[place, query] for layer in outputs.hidden_states)
                     else:
-                        end = slots[place] + position + 1
-                        value = tuple(layer[place, :, query, :end] for layer in outputs.attentions)
-                    record[row].append(value)
+                        entry = tuple(
+                            _visible(layer[place, :, query], slots[place] + position + 1, window)
+                            for layer, window in zip(outputs.attentions, sliding_windows, strict=True)
+                        )
+                    record[row].append(entry)
 
     def result(self, cache: Cache) -> Tensor | GenerateDecoderOnlyOutput:
         """What `generate` returns: padded sequences, alone or with everything that was recorded."""
-        length = self.length
-        sequences = torch.stack(
-            [torch.nn.functional.pad(ids, (0, length - len(ids)), value=self._pad_token_id) for ids in self.sequences]
-        )
-        if not self._config.return_dict_in_generate:
+        sequences = self.padded()
+        if not self._returns_dict:
             return sequences
-        steps = length - self._prompt_length
+        counts = [len(ids) - self._prompt_length for ids in self.sequences]  # a block may have gone beyond the end
         recorded = {
-            name: tuple(_stack_rows([record[step] if step < len(record) else None for record in rows]) for step in range(steps))
+            name: tuple(
+                _stack_rows([record[step] if step < count else None for record, count in zip(rows, counts, strict=True)])
+                for step in range(max(counts))
+            )
             for name, rows in self._records.items()
         }
         return GenerateDecoderOnlyOutput(sequences=sequences, cache=cache, **recorded)
+
+
+def _visible(weights: Tensor, end: int, window: int | None) -> Tensor:
+    """Attention weights `(H, Q, S)` of the slots that plain decoding would have had in its cache."""
+    first = 0 if window is None else max(0, end - (window - 1 + weights.shape[1]))
+    return weights[..., first:end]
 
 
 def _stack_rows(entries: list[Any]) -> Any:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 PHASES = ("prefill", "draft", "head", "schedule", "verify", "rest")
 
 
@@ -14,6 +16,8 @@ class Statistics:
 
     Args:
         num_draft_tokens (`int`): K, the longest draft.
+        device (`torch.device`, *optional*): where the work is done. On a CUDA device the phases are timed there, by events,
+            because a call returns before its kernels have run.
 
     Attributes:
         cycles (`int`): verification forwards, summed over rows.
@@ -30,12 +34,14 @@ class Statistics:
             `verify` (target forward) and `rest`.
     """
 
-    def __init__(self, num_draft_tokens: int):
+    def __init__(self, num_draft_tokens: int, device: torch.device | None = None):
         self.cycles = self.tokens = self.drafts = self.rounds = self.drafted = self.scheduled = self.accepted = 0
         self.scheduled_per_position = [0] * num_draft_tokens
         self.reached_per_position = [0] * num_draft_tokens
         self.accepted_per_position = [0] * num_draft_tokens
         self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @property
     def tau(self) -> float:
@@ -76,18 +82,31 @@ class Statistics:
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """Adds the seconds spent inside to a phase."""
-        started = time.perf_counter()
-        try:
+        if self._device is not None:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record(torch.cuda.current_stream(self._device))
             yield
-        finally:
-            self.seconds[phase] += time.perf_counter() - started
+            end.record(torch.cuda.current_stream(self._device))
+            self._events.append((phase, start, end))
+            return
+        started = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - started
+
+    def close(self, seconds: float) -> None:
+        """Ends the account of a call that took `seconds` in all: what no phase claims is `rest`."""
+        for phase, start, end in self._events:
+            end.synchronize()
+            self.seconds[phase] += start.elapsed_time(end) / 1000  # from milliseconds
+        self._events.clear()
+        self.seconds["rest"] = max(0.0, seconds - sum(self.seconds.values()))
 
     def to_dict(self) -> dict:
         """Everything above as plain numbers and lists, for JSON."""
         return {
             "tau": self.tau,
             "conditional_acceptance": self.conditional_acceptance,
-            **{name: value for name, value in vars(self).items()},
+            **{name: value for name, value in vars(self).items() if not name.startswith("_")},
         }
 
     def __repr__(self) -> str:

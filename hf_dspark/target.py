@@ -1,8 +1,9 @@
 """Forwards of the target inside the loop: prefill and verification, with every token at its own slot.
 
-One row goes through the model's own `prepare_inputs_for_generation` and the library's own masks, so any decoder-only target
-works as it does without a drafter. Several rows of different lengths need what no library mask expresses: each row's queries
-start at its own slot. For them the mask is built here, one per attention type, in the form the library itself passes around.
+Every forward goes through the model's own `prepare_inputs_for_generation`, and one row through the library's own masks, so
+any decoder-only target works as it does without a drafter. Several rows of different lengths need what no library mask
+expresses: each row's queries start at its own slot. For them the mask is built here, one per attention type, in the form
+the library itself passes around.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, logging
 
-from .cache import RowLayout, SlotCache, format_mask
+from .cache import RowLayout, SlotCache, format_mask, slot_ranges
 
-# Inputs as long as the prompt: consumed by the prefill, never passed on to a verification forward.
+logger = logging.get_logger(__name__)
+
+# Inputs as long as the sequence, of which every forward takes its own part.
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-_PROMPT_ONLY = ("attention_mask", "position_ids", "cache", "inputs_embeds", "use_cache", "logits_to_keep", *_TOKEN_TYPES)
+# Inputs that are made anew for every forward, or belong to the prefill alone.
+_MADE_HERE = ("attention_mask", "position_ids", "cache", "inputs_embeds", "use_cache", "logits_to_keep", *_TOKEN_TYPES)
 
 
 class TargetForward:
@@ -36,6 +40,7 @@ class TargetForward:
         layout ([`RowLayout`]): positions and padding of the rows.
         past_length (`int`): columns that were in the cache passed in.
         prompt_length (`int`): columns of the whole prompt, those included.
+        slot_offset (`int`): columns before the first of `input_ids`: a cached text, or a prompt given as embeddings.
         cache_rows (`list[int]`): number in the batch of each row that is still in the cache.
         keeps_rows (`bool`): whether finished rows stay, because the caller wants the cache back.
 
@@ -53,36 +58,51 @@ class TargetForward:
         self.target, self.model_kwargs = target, model_kwargs
         self.user_cache: Cache = model_kwargs["cache"]
         self.past_length = int(self.user_cache.get_seq_length())
-        self.chunk_size = generation_config.prefill_chunk_size
-        self.output_attentions = bool(generation_config.output_attentions)
-        self.keeps_rows = bool(generation_config.return_dict_in_generate) or getattr(
-            self.user_cache, "_is_user_defined", False
-        )
-        self.output_hidden_states = bool(generation_config.output_hidden_states)
+        returns_dict = bool(generation_config.return_dict_in_generate)
+        self.keeps_rows = returns_dict or getattr(self.user_cache, "_is_user_defined", False)
+        self._output_attentions = returns_dict and bool(generation_config.output_attentions)
         # A user who wants all states gets them from the same forward; the indices mean the same.
-        self._capture: Any = True if self.output_hidden_states else captured_states
-        self.mask_length = getattr(generation_config, "_mask_length", None)
+        wants_states = returns_dict and bool(generation_config.output_hidden_states)
+        self._capture: Any = True if wants_states else captured_states
+        # Images are encoded for the whole prompt at once; a part of the prompt would not find its own.
+        whole = model_kwargs.get("mm_encoder_outputs")
+        self._chunk_size: int | None = None if whole else generation_config.prefill_chunk_size
+        self._mask_length = getattr(generation_config, "_mask_length", None)
+        self._others = {name: value for name, value in model_kwargs.items() if name not in _MADE_HERE}
+        self._token_types = {name: model_kwargs[name] for name in _TOKEN_TYPES if model_kwargs.get(name) is not None}
+
+        implementation = target.config.get_text_config(decoder=True)._attn_implementation
+        if self._output_attentions and implementation != "eager":
+            raise ValueError(
+                '`output_attentions=True` needs a target loaded with attn_implementation="eager"; this one runs '
+                f"{implementation!r}, which does not return attention weights."
+            )
+        if self.user_cache.offloading:
+            logger.warning_once(
+                "An offloaded cache does not save memory with a DSpark drafter: keys and values stay on the target's device."
+            )
         self.cache = SlotCache(target.config)
         if self.past_length:
             self.cache.read_from(self.user_cache, self.past_length)
-
-        if self.output_attentions and target.config._attn_implementation != "eager":
-            raise ValueError(
-                f"`output_attentions=True` needs a target loaded with attn_implementation=\"eager\"; this one runs "
-                f"{target.config._attn_implementation!r}, which does not return attention weights."
-            )
         self.layout = self._lay_out()
         self.prompt_length = self.layout.prompt_length
+        if self.prompt_length <= self.past_length:
+            raise ValueError(
+                f"`cache` already holds {self.past_length} tokens, and the prompt has {self.prompt_length} with them: there is "
+                "nothing to go on from. Pass the whole text so far, its last token not in the cache, or only what is new "
+                "together with an `attention_mask` over everything."
+            )
+        self.slot_offset = 0
         self.cache_rows: list[int] = []
 
     def _lay_out(self) -> RowLayout:
         """Positions and padding of the whole prompt, cached part included."""
         position_ids, attention_mask = (self.model_kwargs.get(name) for name in ("position_ids", "attention_mask"))
-        if position_ids is None:  # a target whose forward takes none: only its mask and cache say where tokens are
+        if position_ids is None:  # a target whose forward takes none: only its mask says where tokens are
             if attention_mask is not None:
                 position_ids = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
             else:
-                position_ids = torch.arange(self.mask_length, device=self.target.device)[None]
+                position_ids = torch.arange(self._mask_length, device=self.target.device)[None]
         return RowLayout(position_ids, attention_mask)
 
     # ---- prefill ----
@@ -100,35 +120,36 @@ class TargetForward:
         Returns:
             `ModelOutput`: of the last chunk; its last logits are those of the first new token.
         """
-        kwargs = dict(self.model_kwargs)
-        embeds: Tensor | None = kwargs.pop("inputs_embeds", None)
-        attention_mask, position_ids = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
-        token_types = {name: kwargs.pop(name) for name in _TOKEN_TYPES if kwargs.get(name) is not None}
-        kwargs["cache"] = self.cache
+        embeds: Tensor | None = self.model_kwargs.get("inputs_embeds")
+        attention_mask, position_ids = (self.model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
         new_length = self.prompt_length - self.past_length
-        prompt = input_ids[:, input_ids.shape[1] - new_length :] if embeds is None else embeds[:, -new_length:]
+        prompt = (input_ids if embeds is None else embeds)[:, -new_length:]
         rows = prompt.shape[0]
         self.cache_rows = list(range(rows))
+        self.slot_offset = self.prompt_length - input_ids.shape[1]
 
         outputs = None
-        for start in range(0, new_length, self.chunk_size or new_length):
-            end = min(start + (self.chunk_size or new_length), new_length)
+        chunk_size = self._chunk_size or new_length
+        for start in range(0, new_length, chunk_size):
+            end = min(start + chunk_size, new_length)
             first, last = self.past_length + start, self.past_length + end
             self.cache.place(first, end - start)
-            chunk = dict(kwargs)
+            kwargs = dict(self._others, cache=self.cache, use_cache=True)
+            if "logits_to_keep" in self.model_kwargs:
+                kwargs["logits_to_keep"] = 1
             if embeds is not None:
-                chunk["inputs_embeds"] = prompt[:, start:end]
+                kwargs["inputs_embeds"] = prompt[:, start:end]
             if attention_mask is not None:
-                chunk["attention_mask"] = attention_mask[:, :last]
+                kwargs["attention_mask"] = attention_mask[:, :last]
             if position_ids is not None:
-                chunk["position_ids"] = position_ids[..., first:last]
-            for name, values in token_types.items():
-                chunk[name] = values[..., -new_length:][..., start:end]
+                kwargs["position_ids"] = position_ids[..., first:last]
+            for name, types in self._token_types.items():
+                kwargs[name] = types[..., :last]
             inputs = self.target.prepare_inputs_for_generation(
-                input_ids if embeds is not None else prompt[:, start:end], is_first_iteration=True, **chunk
+                input_ids if embeds is not None else prompt[:, start:end], is_first_iteration=True, **kwargs
             )
             outputs = self._call(inputs)
-            observe(self.captured(outputs), [first] * rows, [end - start] * rows)
+            observe(outputs.hidden_states, [first] * rows, [end - start] * rows)
         return outputs
 
     # ---- verification ----
@@ -145,29 +166,26 @@ class TargetForward:
             `ModelOutput` with `logits` `(R, 1 + L, V)` and the captured `hidden_states`.
         """
         length = tokens.shape[1]
-        first = torch.tensor(slots, device=tokens.device)[:, None]
-        token_slots = first + torch.arange(length, device=tokens.device)  # (R, Q)
-        kwargs: dict[str, Any] = {"cache": self.cache, "use_cache": True}
+        token_slots = slot_ranges(slots, length, tokens.device)  # (R, Q)
+        kwargs = dict(self._others, cache=self.cache, use_cache=True)
         if "position_ids" in self.model_kwargs:
             kwargs["position_ids"] = self.layout.positions(token_slots)
         if "logits_to_keep" in self.model_kwargs:
             kwargs["logits_to_keep"] = length
+        for name, types in self._token_types.items():  # as `generate` goes on: the last type, or text among images
+            kwargs[name] = types[..., -1:].expand_as(tokens) if name == "token_type_ids" else torch.zeros_like(tokens)
         if len(slots) > 1:
             # Padding behind a short draft writes to slots that the row will fill later; nobody may look at them until then.
             self.cache.place_rows(token_slots, max(slots) + length)
-            kwargs |= {"input_ids": tokens, "attention_mask": self._ragged_mask(token_slots)}
-            return self._call(kwargs)
-
-        self.cache.place(slots[0], length)
-        if (mask := self.model_kwargs.get("attention_mask")) is not None:
-            kwargs["attention_mask"] = torch.cat([mask, mask.new_ones(1, slots[0] + length - mask.shape[1])], dim=1)
-        for name in _TOKEN_TYPES:
-            if self.model_kwargs.get(name) is not None:
-                kwargs[name] = tokens.new_zeros(tokens.shape)
-        others = {name: value for name, value in self.model_kwargs.items() if name not in _PROMPT_ONLY}
-        inputs = self.target.prepare_inputs_for_generation(
-            torch.cat([sequences[0][None, :-1], tokens], dim=1), next_sequence_length=length, **others, **kwargs
-        )
+            kwargs["attention_mask"] = self._ragged_mask(token_slots)
+            input_ids = tokens
+        else:
+            self.cache.place(slots[0], length)
+            if (padded := self.layout.padded) is not None:
+                after = padded.new_ones(1, slots[0] + length - padded.shape[1])
+                kwargs["attention_mask"] = torch.cat([~padded, after], dim=1).long()
+            input_ids = torch.cat([sequences[0][None, :-1], tokens], dim=1)  # some models find their own part of the text
+        inputs = self.target.prepare_inputs_for_generation(input_ids, next_sequence_length=length, **kwargs)
         return self._call(inputs)
 
     def _ragged_mask(self, token_slots: Tensor) -> Any:
@@ -202,24 +220,42 @@ class TargetForward:
 
     def _call(self, inputs: dict[str, Any]) -> ModelOutput:
         inputs["output_hidden_states"] = self._capture
-        if self.output_attentions:
+        if self._output_attentions:
             inputs["output_attentions"] = True
         return self.target(**inputs, return_dict=True)
 
-    @staticmethod
-    def captured(outputs: ModelOutput) -> tuple[Tensor, ...]:
-        """Hidden states of a forward, indexed as the drafter's generator expects."""
-        return outputs.hidden_states
-
     # ---- rows and cache ----
+
+    @property
+    def sliding_windows(self) -> list[int | None]:
+        """Attention window of each layer; `None` where it sees everything."""
+        return [getattr(layer, "sliding_window", None) for layer in self.cache.layers]
 
     def select_rows(self, places: Tensor) -> None:
         """Keeps only the rows at the given places in the cache."""
+        rows = len(self.cache_rows)
+        for inputs in (self._others, self._token_types):
+            for name, value in inputs.items():
+                if isinstance(value, Tensor) and value.ndim and value.shape[0] == rows:
+                    inputs[name] = value.index_select(0, places.to(value.device))
         self.cache.select_rows(places)
         self.layout.select_rows(places)
         self.cache_rows = [self.cache_rows[place] for place in places.tolist()]
 
-    def hand_back(self, end: int) -> None:
-        """Fills the cache that `generate` was called with, up to column `end`, if the caller can see it."""
-        if self.keeps_rows:
-            self.cache.write_to(self.user_cache, self.past_length, end)
+    def hand_back(self, sequences: Tensor, lengths: list[int]) -> None:
+        """Fills the cache that `generate` was called with, if the caller can see it, as plain decoding would have done.
+
+        Args:
+            sequences (`torch.LongTensor` of shape `(R, S)`): all tokens, finished rows padded.
+            lengths (`list[int]`): tokens of each row without that padding.
+        """
+        if not self.keeps_rows:
+            return
+        longest = max(lengths)
+        if min(lengths) < longest:
+            # Plain decoding goes on feeding padding to the rows that have finished.
+            missing = longest - min(lengths)
+            padded = torch.nn.functional.pad(sequences, (0, missing))
+            tokens = torch.stack([ids[n - 1 : n - 1 + missing] for ids, n in zip(padded, lengths, strict=True)])
+            self.verify(list(sequences), tokens, [n - 1 + self.slot_offset for n in lengths])
+        self.cache.write_to(self.user_cache, self.past_length, longest - 1 + self.slot_offset)

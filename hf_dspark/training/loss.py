@@ -6,9 +6,9 @@ that rejection sampling keeps the token (arXiv 2607.05147, section on training).
 inference is paid for.
 
 Logits are `positions × vocabulary` and would be the largest tensors of training by far. They are made for
-`max_logit_positions` positions at a time, and their gradients with respect to the small inputs (draft states, head latents,
-`markov_w2`) are taken on the spot, so that nothing of size V outlives its chunk. Neighbouring blocks predict the same
-positions; the target's logits are computed once per distinct position of a chunk.
+`max_logit_positions` positions at a time, and their gradients with respect to the small inputs (draft states, head
+latents, `markov_w2`) are taken on the spot, so that nothing of size V outlives its chunk. Neighbouring blocks predict
+the same positions; the target's logits are computed once per distinct position of a chunk.
 """
 
 from __future__ import annotations
@@ -48,9 +48,12 @@ class LossOutput:
         loss (`torch.Tensor`, scalar): to be minimised.
         terms (`dict[str, torch.Tensor]`): weighted sums of the three terms before their weights.
         normaliser (`torch.Tensor`, scalar): Σ w over supervised slots; the terms' denominator.
-        metrics (`dict[str, torch.Tensor]`): sums over supervised slots per draft position, each `(K,)`: `count`, `overlap`
-            (Σ c*), `agree` (draft and target have the same first choice), `confidence` (Σ c_k), `confidence_error`
-            (Σ |c_k − c*|); and over blocks `(K,)`: `survive` (Σ ∏_{i≤k} c*_i) and `agree_prefix`.
+        metrics (`dict[str, torch.Tensor]`): sums over supervised slots per draft position, each `(K,)`: `count`,
+            `overlap` (Σ c*), `agree` (draft and target have the same first choice), `confidence` (Σ c_k),
+                `confidence_error`
+            (Σ |c_k − c*|); and over blocks `(K,)`: `survive` (Σ ∏_{i≤k} c*_i) and `agree_prefix` (how many blocks agree
+                up
+            to k).
     """
 
     loss: Tensor
@@ -82,15 +85,14 @@ def dspark_loss(
         sources (`torch.LongTensor` of shape `(N, K)`): row of `target_states` that predicts each label.
         weights ([`LossWeights`]): weights of the terms.
         max_logit_positions (`int`, defaults to 2048): most positions whose logits exist at once.
-        normaliser (`torch.Tensor`, *optional*): denominator of the weighted means; Σ w of these blocks when not given. Several
-            processes pass their common one.
+        normaliser (`torch.Tensor`, *optional*): denominator of the weighted means; Σ w of these blocks when not given.
+            Several processes pass their common one.
 
     Returns:
         [`LossOutput`].
     """
-    slots = hidden.shape[1]
-    slot_weights = torch.exp(-torch.arange(slots, device=hidden.device) / weights.decay) * supervised  # (N, K)
-    normaliser = slot_weights.sum() if normaliser is None else normaliser
+    weight_of_slot = slot_weights(supervised, weights.decay)
+    normaliser = weight_of_slot.sum() if normaliser is None else normaliser
     embeddings = latents = None
     if drafter.markov_head is not None:
         embeddings = drafter.markov_head.markov_w1(previous)
@@ -99,11 +101,16 @@ def dspark_loss(
     if drafter.confidence_head is not None and weights.confidence:
         confidence = drafter.confidence_head(hidden, embeddings)
 
-    blocks_per_chunk = max(1, max_logit_positions // slots)
-    chunks = _Chunks(drafter, labels, supervised, slot_weights, target_states, sources, weights, blocks_per_chunk)
+    blocks_per_chunk = max(1, max_logit_positions // hidden.shape[1])
+    chunks = _Chunks(drafter, labels, supervised, weight_of_slot, target_states, sources, weights, blocks_per_chunk)
     w2 = None if drafter.markov_head is None else drafter.markov_head.markov_w2.weight
     total = _ChunkedLoss.apply(chunks, hidden, latents, w2, confidence)
     return LossOutput(total / normaliser.clamp_min(1e-6), chunks.terms, normaliser, chunks.metrics)
+
+
+def slot_weights(supervised: Tensor, decay: float) -> Tensor:
+    """w_k = exp(−(k−1)/γ_w) at the supervised slots of `(N, K)`, 0 at the others."""
+    return torch.exp(-torch.arange(supervised.shape[1], device=supervised.device) / decay) * supervised
 
 
 class _Chunks:
@@ -127,12 +134,11 @@ class _Chunks:
         self.terms = {name: zero.clone() for name in ("cross_entropy", "distance", "confidence")}
         names = ("count", "overlap", "agree", "confidence", "confidence_error", "survive", "agree_prefix")
         self.metrics = {name: zero.repeat(labels.shape[1]) for name in names}
-        token_ids = drafter.draft_token_ids
-        self.to_draft: Tensor | None = None
-        self.token_ids = token_ids
-        if token_ids is not None:
+        self.token_ids = drafter.draft_token_ids
+        self.to_draft: Tensor | None = None  # place of each token in the draft vocabulary, -1 outside, (V,)
+        if self.token_ids is not None:
             self.to_draft = labels.new_full((drafter.config.vocab_size,), -1)
-            self.to_draft[token_ids] = torch.arange(len(token_ids), device=labels.device)
+            self.to_draft[self.token_ids] = torch.arange(len(self.token_ids), device=labels.device)
 
     def __len__(self) -> int:
         return -(-len(self.labels) // self.size)
@@ -141,7 +147,7 @@ class _Chunks:
         return slice(index * self.size, (index + 1) * self.size)
 
     def target_law(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """p_t over the draft vocabulary `(n, Vd)` of the chunk's supervised slots, and which target tokens come first."""
+        """p_t over the draft vocabulary `(n, Vd)` at a chunk's supervised slots, and the likeliest tokens `(n,)`."""
         distinct, place = self.sources[rows][self.supervised[rows]].unique(return_inverse=True)
         logits = self.drafter.bound_target.full_logits(self.target_states[distinct])
         law = logits.softmax(-1)
@@ -150,7 +156,9 @@ class _Chunks:
             law = law[:, self.token_ids]
         return law[place], best[place]
 
-    def loss(self, rows: slice, hidden: Tensor, latents: Tensor | None, w2: Tensor | None, confidence: Tensor | None) -> Tensor:
+    def loss(
+        self, rows: slice, hidden: Tensor, latents: Tensor | None, w2: Tensor | None, confidence: Tensor | None
+    ) -> Tensor:
         """Weighted sum of the terms over the chunk, not normalised; adds to the running sums."""
         supervised = self.supervised[rows]
         if not bool(supervised.any()):
@@ -214,7 +222,10 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(ctx: Any, chunks: _Chunks, *inputs: Tensor | None) -> Tensor:
         hidden, latents, w2, confidence = inputs
         needs = [value is not None and value.requires_grad for value in inputs]
-        grads = [torch.zeros_like(value, dtype=torch.float32) if need else None for value, need in zip(inputs, needs, strict=True)]
+        grads = [
+            torch.zeros_like(value, dtype=torch.float32) if need else None
+            for value, need in zip(inputs, needs, strict=True)
+        ]
         total = hidden.new_zeros((), dtype=torch.float32)
         for index in range(len(chunks)):
             rows = chunks.rows(index)

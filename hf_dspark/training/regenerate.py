@@ -1,16 +1,16 @@
 """Answers of the target, in bulk: the text a drafter is trained on.
 
-A drafter learns what *this* target says, so its training text must be the target's own (off-policy text costs a third of
-the acceptance, spec of arXiv 2607.05147). Plain `generate` holds a batch until its longest row is done; here a finished row
-leaves at once and the next request takes its place in the cache, so the matrix kernels always see a full batch.
+A drafter learns what *this* target says, so its training text must be the target's own (off-policy text costs a third
+of the acceptance, arXiv 2607.05147, section on training). Plain `generate` holds a batch until its longest row is done;
+here a finished row leaves at once and the next request takes its place in the cache, so the matrix kernels always see a
+full batch.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import random
-from collections import deque
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..cache import SlotCache
+from ..cache import SlotCache, format_mask
+from .data import is_conversation, read_records, render_prompt, token_list
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,131 @@ class Request:
     key: Any = field(default=None, compare=False)
 
 
-def _sample(logits: Tensor, temperatures: Tensor, top_k: int, generator: torch.Generator) -> Tensor:
-    """Next tokens `(R,)` from logits `(R, V)`: top-k sampling, greedy where the temperature is 0."""
-    values, indices = logits.float().topk(top_k, dim=-1)  # (R, top_k), best first
-    probabilities = (values / temperatures.clamp_min(1e-6)[:, None]).softmax(dim=-1)
-    chosen = torch.multinomial(probabilities, 1, generator=generator)
-    chosen = torch.where(temperatures[:, None] > 0, chosen, torch.zeros_like(chosen))
-    return indices.gather(1, chosen)[:, 0]
+def regenerate_file(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts_path: str | Path,
+    output_path: str | Path,
+    *,
+    samples: int = 1,
+    temperature: float = 1.0,
+    top_k: int = 50,
+    max_new_tokens: int = 256,
+    batch_size: int = 64,
+    seed: int = 0,
+    chat_template_kwargs: dict | None = None,
+) -> int:
+    """Answers the prompts of a file, or those that an earlier call has not come to.
+
+    Every answer is appended as one line, `{"messages": [..., answer], "answer_ids", "temperature", "finished",
+    "sample"}`. Prompt and sample number say which answers are there already, whatever the settings they were written
+    with; a last line without its end, left by a process that was killed, is removed first.
+
+    Args:
+        target (`PreTrainedModel`): the target, on the device it will run on.
+        tokenizer (`PreTrainedTokenizerBase`): its tokenizer, with a chat template.
+        prompts_path (`str` or `Path`): JSONL of `{"prompt": str}` or `{"messages": [...]}`, the latter without an
+            answer. A prompt that occurs twice gets twice as many answers.
+        output_path (`str` or `Path`): JSONL to write or to continue; what [`~hf_dspark.training.data.read_examples`]
+            reads.
+        samples (`int`, defaults to 1): answers per prompt.
+        temperature (`float`, defaults to 1.0): 0 is greedy.
+        top_k (`int`, defaults to 50): tokens to sample from.
+        max_new_tokens (`int`, defaults to 256): longest answer, in tokens.
+        batch_size (`int`, defaults to 64): answers written at the same time.
+        seed (`int`, defaults to 0): seed of the sampling.
+        chat_template_kwargs (`dict`, *optional*): passed to the chat template.
+
+    Returns:
+        `int`: answers added.
+
+    Raises:
+        ValueError: a line of either file is not of its form, or a prompt leaves no room for an answer.
+    """
+    conversations = list(_read_prompts(prompts_path))
+    done = _read_done(Path(output_path))
+    requests, numbers = [], Counter[str]()
+    limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    for messages in conversations:
+        prompt = json.dumps(messages)
+        prompt_ids = render_prompt(tokenizer, messages, chat_template_kwargs)
+        if limit is not None and len(prompt_ids) + max_new_tokens > limit:
+            raise ValueError(
+                f"{prompts_path}: a prompt has {len(prompt_ids)} tokens, which leaves no room for {max_new_tokens} "
+                f"more in the target's {limit} positions. Leave it out or lower max_new_tokens (--max-new-tokens). It "
+                f"starts with {prompt[:80]}"
+            )
+        for sample in range(numbers[prompt], numbers[prompt] + samples):
+            if (prompt, sample) not in done:
+                requests.append(Request(prompt_ids, temperature, (messages, sample)))
+        numbers[prompt] += samples
+
+    answers = answer_requests(
+        target,
+        _by_length(requests, 16 * batch_size),
+        eos_token_ids=token_list(target.generation_config.eos_token_id) + token_list(tokenizer.eos_token_id),
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        top_k=top_k,
+        seed=seed + len(done),  # further samples of a prompt must not repeat the earlier ones
+    )
+    tokens, started = 0, time.perf_counter()
+    with open(output_path, "ab", buffering=0) as file, tqdm(total=len(requests), unit="answer") as progress:
+        for request, answer_ids, finished in answers:
+            messages, sample = request.key
+            content = tokenizer.decode(answer_ids, skip_special_tokens=True)
+            record = {
+                "messages": [*messages, {"role": "assistant", "content": content}],
+                "answer_ids": answer_ids,
+                "temperature": request.temperature,
+                "finished": finished,
+                "sample": sample,
+            }
+            file.write(json.dumps(record).encode() + b"\n")  # unbuffered: one write a line
+            tokens += len(answer_ids)
+            progress.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tokens/s", refresh=False)
+            progress.update()
+    return len(requests)
+
+
+def _read_prompts(path: str | Path) -> Iterator[list[dict[str, str]]]:
+    def accepts(record: Any) -> bool:
+        if not isinstance(record, dict):
+            return False
+        if isinstance(record.get("prompt"), str):
+            return True
+        return is_conversation(record.get("messages")) and record["messages"][-1]["role"] != "assistant"
+
+    for record in read_records(path, accepts, '{"prompt": "..."} or {"messages": [...]} that ends before the answer'):
+        yield record.get("messages") or [{"role": "user", "content": record["prompt"]}]
+
+
+def _read_done(path: Path) -> set[tuple[str, int]]:
+    """Prompt and sample number of each answer in an output file, whose torn last line is cut off."""
+    if not path.exists():
+        return set()
+    with open(path, "rb+") as file:
+        whole = file.read()
+        file.truncate(whole.rfind(b"\n") + 1)
+
+    def accepts(record: Any) -> bool:
+        return isinstance(record, dict) and is_conversation(record.get("messages"))
+
+    records = read_records(path, accepts, 'an earlier answer, {"messages": [...], "sample": ...}')
+    return {(json.dumps(record["messages"][:-1]), record.get("sample", 0)) for record in records}
+
+
+def _by_length(requests: list[Request], window: int) -> Iterator[Request]:
+    """Requests with neighbours of similar length: a forward costs as much for every row as for its longest one.
+
+    Sorted within windows only, so that what an interrupted run leaves is a fair part of the file; every second window
+    runs backwards, so that there is no jump from the longest to the shortest.
+    """
+    for start in range(0, len(requests), window):
+        part = sorted(
+            requests[start : start + window], key=lambda request: (len(request.prompt_ids), request.prompt_ids)
+        )
+        yield from part if (start // window) % 2 == 0 else reversed(part)
 
 
 @torch.inference_mode()
@@ -74,68 +193,114 @@ def answer_requests(
 
     Yields:
         `(request, answer_ids, finished)` in order of completion; `finished` is False when cut at `max_new_tokens`.
+
+    Raises:
+        ValueError: the target's attention cannot run rows of different lengths.
     """
-    device = target.device
-    generator = torch.Generator(device).manual_seed(seed)
-    stop = frozenset(eos_token_ids)
-    waiting = iter(requests)
-    next_request = next(waiting, None)
-    window = getattr(target.config.get_text_config(), "sliding_window", None)
-    if window is not None and hasattr(target.config.get_text_config(), "layer_types"):
-        raise ValueError(
-            "answer_requests does not build the several masks that a hybrid sliding-window target needs; generate the "
-            "answers with `target.generate` and pass them as messages."
-        )
-
-    rows: list[Request | None] = [None] * batch_size
-    answers: list[list[int]] = [[] for _ in rows]
-    lengths = torch.zeros(batch_size, dtype=torch.long)  # tokens in the cache of each row
-    tokens = torch.zeros(batch_size, 1, dtype=torch.long)
-    temperatures = torch.zeros(batch_size)
+    stop, waiting = frozenset(eos_token_ids), iter(requests)
+    generator = torch.Generator(target.device).manual_seed(seed)
     cache = SlotCache(target.config, batch_size)
+    idle = _Row(Request([], 0.0), [0])
+    rows = [idle] * batch_size
+    prompt: list[int] | None = None
+    exhausted = False
 
-    def prefill(request: Request) -> tuple[SlotCache, Tensor]:
-        row = SlotCache(target.config)
-        row.place(0, len(request.prompt_ids))
-        logits = target(input_ids=torch.tensor([request.prompt_ids], device=device), cache=row, logits_to_keep=1).logits
-        return row, logits[:, -1]
-
-    shared: tuple[list[int], SlotCache, Tensor] | None = None
     while True:
-        for row in [index for index, request in enumerate(rows) if request is None]:
-            if next_request is None:
-                break
-            if shared is None or shared[0] != next_request.prompt_ids:
-                shared = (next_request.prompt_ids, *prefill(next_request))
-            cache.replace_rows(torch.tensor([row]), shared[1])
-            rows[row], answers[row] = next_request, []
-            lengths[row], temperatures[row] = len(next_request.prompt_ids), next_request.temperature
-            tokens[row] = _sample(shared[2].cpu(), temperatures[row : row + 1], top_k, generator)
-            answers[row].append(int(tokens[row]))
-            next_request = next(waiting, None)
+        for place, row in enumerate(rows):
+            if row is not idle or exhausted:
+                continue
+            if (request := next(waiting, None)) is None:
+                exhausted = True
+            else:
+                if request.prompt_ids != prompt:
+                    prompt = request.prompt_ids
+                    prefilled, first_logits = _prefill(target, prompt)
+                cache.replace_rows(torch.tensor([place], device=target.device), prefilled)
+                first = _sample(first_logits, [request.temperature], top_k, generator)
+                rows[place] = _Row(request, first)
 
-        for row, request in enumerate(rows):
-            if request is not None and (answers[row][-1] in stop or len(answers[row]) >= max_new_tokens):
-                yield request, answers[row], answers[row][-1] in stop
-                rows[row], lengths[row] = None, 0
-        active = torch.tensor([index for index, request in enumerate(rows) if request is not None])
-        if len(active) == 0 and next_request is None:
-            return
-        if next_request is None and len(active) <= len(rows) // 2:  # the tail: do not carry empty rows along
-            cache.select_rows(active)
-            rows, answers = [rows[i] for i in active.tolist()], [answers[i] for i in active.tolist()]
-            lengths, tokens, temperatures = lengths[active], tokens[active], temperatures[active]
+        for place, row in enumerate(rows):
+            finished = row.answer[-1] in stop
+            if row is not idle and (finished or len(row.answer) >= max_new_tokens):
+                yield row.request, row.answer, finished
+                rows[place] = idle
+        busy = [place for place, row in enumerate(rows) if row is not idle]
+        if not busy:
+            if exhausted:
+                return
+            continue  # every row ended with its first token
+        if exhausted and 2 * len(busy) <= len(rows):  # the tail: carry few idle rows along, without copying too often
+            cache.select_rows(torch.tensor(busy, device=target.device))
+            rows = [rows[place] for place in busy]
 
-        slots = lengths[:, None]  # (R, 1)
-        length = int(lengths.max()) + 1
-        cache.place_rows(slots, length)
-        mask = torch.arange(length)[None, :] <= slots  # (R, S)
-        if window is not None:
-            mask &= torch.arange(length)[None, :] > slots - window
-        logits = target(
-            input_ids=tokens.to(device), position_ids=slots.to(device), attention_mask=mask[:, None, None].to(device), cache=cache
-        ).logits[:, -1]
-        lengths += 1
-        tokens = _sample(logits.cpu(), temperatures, top_k, generator)[:, None]
-        for row, token in enumerate(tokens[:, 0].tolist()):
-            answers[row].append(token)
+        logits = _step(target, cache, rows)
+        tokens = _sample(logits, [row.request.temperature for row in rows], top_k, generator)
+        for row, token in zip(rows, tokens, strict=True):
+            if row is not idle:
+                row.answer.append(token)
+
+
+@dataclass
+class _Row:
+    """A place in the batch: a request, and its answer as far as it goes. The newest token is not in the cache yet."""
+
+    request: Request
+    answer: list[int]
+
+    @property
+    def slot(self) -> int:
+        """Where the newest token goes in the cache."""
+        return len(self.request.prompt_ids) + len(self.answer) - 1
+
+
+def _prefill(target: PreTrainedModel, prompt_ids: list[int]) -> tuple[SlotCache, Tensor]:
+    """A cache of one row that holds the prompt, and the logits `(1, V)` behind it."""
+    cache = SlotCache(target.config)
+    cache.place(0, len(prompt_ids))
+    input_ids = torch.tensor([prompt_ids], device=target.device)
+    return cache, target(input_ids=input_ids, cache=cache, logits_to_keep=1).logits[:, -1]
+
+
+def _step(target: PreTrainedModel, cache: SlotCache, rows: list[_Row]) -> Tensor:
+    """Runs the newest token of every row, each at its own slot; logits `(R, V)`."""
+    slots = torch.tensor([[row.slot] for row in rows], device=target.device)  # (R, 1)
+    length = max(row.slot for row in rows) + 1
+    cache.place_rows(slots, length)
+    return target(
+        input_ids=torch.tensor([row.answer[-1:] for row in rows], device=target.device),
+        position_ids=slots,
+        attention_mask=_step_mask(target, slots, length),
+        cache=cache,
+    ).logits[:, -1]
+
+
+def _step_mask(target: PreTrainedModel, slots: Tensor, length: int) -> Any:
+    """What each row's token sees: itself and what is before it; by layer type where the target has several."""
+    config = target.config.get_text_config(decoder=True)
+    columns = torch.arange(length, device=slots.device)
+    window = getattr(config, "sliding_window", None)
+
+    def build(kind: str) -> Any:
+        visible = columns <= slots  # (R, S)
+        if kind == "sliding_attention":
+            visible &= columns > slots - window
+        elif kind != "full_attention":
+            raise ValueError(
+                f"the target has layers of type {kind!r}, for which rows of different lengths cannot be masked: write "
+                'its answers with `target.generate`, as {"messages": [...]} lines.'
+            )
+        return format_mask(visible[:, None, None], config._attn_implementation, target.dtype)
+
+    if getattr(config, "layer_types", None) is not None:
+        return {kind: build(kind) for kind in set(config.layer_types)}
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return build("chunked_attention")
+    return build("full_attention" if window is None else "sliding_attention")
+
+
+def _sample(logits: Tensor, temperatures: list[float], top_k: int, generator: torch.Generator) -> list[int]:
+    """Next tokens from logits `(R, V)`: top-k sampling, greedy where the temperature is 0."""
+    values, indices = logits.float().topk(min(top_k, logits.shape[-1]), dim=-1)  # (R, top_k), best first
+    heat = values.new_tensor(temperatures)[:, None]
+    chosen = torch.multinomial((values / heat.clamp_min(1e-6)).softmax(-1), 1, generator=generator)
+    return indices.gather(1, chosen.masked_fill(heat == 0, 0))[:, 0].tolist()

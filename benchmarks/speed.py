@@ -1,0 +1,102 @@
+"""Plain decoding against DSpark on the embedded default: ratio, accepted length and match, per prompt set.
+
+    python benchmarks/speed.py --prompts ../shared/prompts --output benchmarks/results/speed.json
+
+Each prompt is decoded both ways in alternating order by the same target object, as loaded and again with pre-packed linears,
+greedy and sampled (temperature 1, top-k 50). The load profile is measured first, for each form of the target. Without
+`--prompts` a few built-in prompts are used. The last line of stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+from pathlib import Path
+
+import torch
+import transformers
+from transformers.utils import logging
+
+import hf_dspark
+from hf_dspark import LoadProfile, pack_linears
+from hf_dspark.demo import load_default
+from hf_dspark.demo.show import PROMPTS
+from hf_dspark.evaluation.comparison import compare, summarise
+
+SETTINGS = {"T=0": {"do_sample": False}, "T=1": {"do_sample": True, "temperature": 1.0, "top_k": 50}}
+
+
+def read_prompts(folder: Path | None, count: int) -> dict[str, list[str]]:
+    """The first prompts of each JSONL file in a folder, by the file's name."""
+    if folder is None:
+        return {"built-in": list(PROMPTS)}
+    sets = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        lines = path.read_text(encoding="utf-8").splitlines()[:count]
+        sets[path.stem] = [json.loads(line)["prompt"] for line in lines]
+    return sets
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path, help="folder of JSONL files with a `prompt` each line")
+    parser.add_argument("--count", type=int, default=10, help="prompts per set")
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--forms", nargs="+", default=["as loaded", "packed"], choices=["as loaded", "packed"])
+    parser.add_argument("--scheduling", help="mode to force, such as 'full'; the default is the drafter's own")
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    arguments = parser.parse_args()
+
+    logging.set_verbosity_error()
+    prompts = read_prompts(arguments.prompts, arguments.count)
+    target, tokenizer, drafter = load_default()
+    drafter.scheduling = arguments.scheduling
+    results: dict = {
+        "command": "python benchmarks/speed.py " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in vars(arguments).items()),
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, hf_dspark {hf_dspark.__version__}",
+        "profiles": {},
+        "rows": [],
+    }
+    for form in arguments.forms:
+        if form == "packed":
+            pack_linears(target)
+        profile = drafter.load_profile = LoadProfile.measure(target, drafter)
+        results["profiles"][form] = {
+            "milliseconds": {str(size): round(1e3 / rate, 1) for size, rate in profile.steps_per_second.items()},
+            "draft_milliseconds": round(1e3 * profile.draft_seconds, 1),
+        }
+        for setting, options in SETTINGS.items():
+            for name, texts in prompts.items():
+                runs = list(
+                    compare(
+                        target,
+                        tokenizer,
+                        drafter,
+                        texts,
+                        batch_size=arguments.batch_size,
+                        max_new_tokens=arguments.max_new_tokens,
+                        **options,
+                    )
+                )
+                row = {"target": form, "setting": setting, "prompts": name, **summarise(runs)}
+                results["rows"].append(row)
+                print(
+                    f"{form:<10} {setting} {name:<10} ratio {row['ratio_total']:.2f} (median {row['ratio_median']:.2f}) "
+                    f"tau {row['tau']:.2f} verified {row['verified']} rejected {row['rejected']} {row['match']}",
+                    flush=True,
+                )
+                if arguments.output is not None:
+                    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+                    partial = arguments.output.with_suffix(".tmp")
+                    partial.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+                    partial.replace(arguments.output)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""Plain decoding and DSpark side by side, fairly.
+
+Both run on the same target object, batch by batch, in alternating order, so that a machine that slows down slows both.
+Seconds cover the whole call of `generate`, prefill included; what is quoted is the ratio per token, with τ and whether
+the texts are the same beside it. A speed-up without that column means nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..modeling_dspark import DSparkDraftModel
+
+NEAR_TIE = 1e-3  # two logits this close can swap places when float32 sums are taken in another order
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One batch of prompts, decoded both ways.
+
+    Args:
+        plain_seconds, dspark_seconds (`float`): wall time of the two calls.
+        plain_tokens, dspark_tokens (`int`): new tokens, over all rows.
+        cycles (`int`): verification forwards of DSpark, summed over rows.
+        committed (`int`): tokens that came out of them; the first token of each row comes from the prefill.
+        verified, rejected (`int`): draft tokens judged by the target, and those thrown away.
+        match (`str`): `"same"`; `"near-tie"`, where texts part because the target itself was undecided, see
+            [`match_texts`]; `"differs"`; or `"sampled"` where texts are not meant to agree.
+        seconds (`dict[str, float]`): DSpark's time by phase.
+    """
+
+    plain_seconds: float
+    dspark_seconds: float
+    plain_tokens: int
+    dspark_tokens: int
+    cycles: int
+    committed: int
+    verified: int
+    rejected: int
+    match: str
+    seconds: dict[str, float]
+
+    @property
+    def ratio(self) -> float:
+        """Speed over plain decoding, per token: above 1 is faster."""
+        return (self.plain_seconds / self.plain_tokens) / (self.dspark_seconds / self.dspark_tokens)
+
+    @property
+    def tau(self) -> float:
+        """τ: tokens per verification forward and row; 0.0 where there was none."""
+        return self.committed / self.cycles if self.cycles else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields, ratio and τ as plain numbers, for JSON."""
+        return asdict(self) | {"ratio": self.ratio, "tau": self.tau}
+
+
+def compare(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    drafter: DSparkDraftModel,
+    prompts: list[str],
+    *,
+    batch_size: int = 1,
+    seed: int = 0,
+    **generate_kwargs: Any,
+) -> Iterator[Comparison]:
+    """Decodes prompts plainly and with a drafter.
+
+    Args:
+        target (`PreTrainedModel`): the target.
+        tokenizer (`PreTrainedTokenizerBase`): its tokenizer, with a chat template.
+        drafter ([`DSparkDraftModel`]): its drafter.
+        prompts (`list[str]`): user turns.
+        batch_size (`int`, defaults to 1): prompts per call.
+        seed (`int`, defaults to 0): seed set before every call.
+        generate_kwargs: for both calls, e.g. `max_new_tokens=128, do_sample=False`.
+
+    Yields:
+        [`Comparison`] per batch.
+    """
+    config = generate_kwargs.get("generation_config", target.generation_config)
+    sample = generate_kwargs.get("do_sample", config.do_sample)
+    ends = generate_kwargs.get("eos_token_id", config.eos_token_id)
+    for start in range(0, len(prompts), batch_size):
+        texts = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+            )
+            for prompt in prompts[start : start + batch_size]
+        ]
+        inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+        inputs = inputs.to(target.device)
+        outputs: dict[str, list[Tensor]] = {}
+        seconds: dict[str, float] = {}
+        order = ("plain", "dspark") if (start // batch_size) % 2 == 0 else ("dspark", "plain")
+        for method in order:
+            torch.manual_seed(seed + start)
+            assistant = {"assistant_model": drafter} if method == "dspark" else {}
+            started = time.perf_counter()
+            ids = target.generate(**inputs, **generate_kwargs, **assistant).cpu()  # .cpu() waits for the device
+            seconds[method] = time.perf_counter() - started
+            outputs[method] = _without_padding(ids, inputs["input_ids"].shape[1], ends)
+        counts = drafter.statistics
+        matches = {"sampled"}
+        if not sample:
+            matches = {
+                match_texts(target, plain, drafted, mask)
+                for plain, drafted, mask in zip(
+                    outputs["plain"], outputs["dspark"], inputs["attention_mask"].cpu(), strict=True
+                )
+            }
+        prompt_tokens = inputs["input_ids"].numel()
+        yield Comparison(
+            plain_seconds=seconds["plain"],
+            dspark_seconds=seconds["dspark"],
+            plain_tokens=sum(len(ids) for ids in outputs["plain"]) - prompt_tokens,
+            dspark_tokens=sum(len(ids) for ids in outputs["dspark"]) - prompt_tokens,
+            cycles=counts.cycles,
+            committed=counts.tokens,
+            verified=counts.verified,
+            rejected=counts.rejected,
+            match=next(match for match in ("differs", "near-tie", "same", "sampled") if match in matches),
+            seconds=dict(counts.seconds),
+        )
+
+
+def _without_padding(ids: Tensor, prompt_length: int, ends: int | list[int] | None) -> list[Tensor]:
+    """The rows of an output, each up to and including the first token that ended it."""
+    ended = torch.isin(ids[:, prompt_length:], torch.tensor([] if ends is None else ends, dtype=torch.long))
+    lengths = (ended.long().cumsum(1) - ended.long() == 0).sum(1) + prompt_length
+    return [row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)]
+
+
+def first_difference(
+    target: PreTrainedModel, plain: Tensor, other: Tensor, attention_mask: Tensor
+) -> tuple[int, float, float] | None:
+    """Where two greedy texts of one prompt part, and how undecided the target was there.
+
+    Args:
+        target (`PreTrainedModel`): the target.
+        plain, other (`torch.LongTensor`, 1-D): the sequences, prompt included; where one is longer, its first further
+            token counts as the difference.
+        attention_mask (`torch.Tensor`, 1-D): of the prompt.
+
+    Returns:
+        `tuple[int, float, float]` or `None`: position of the first different token, the target's best logit there and
+            its
+        lead over the second; `None` when the texts are the same.
+    """
+    common = min(len(plain), len(other))
+    different = (plain[:common] != other[:common]).nonzero()
+    if len(different) == 0 and len(plain) == len(other):
+        return None
+    at = int(different[0]) if len(different) else common
+    prompt_length = len(attention_mask)
+    text = torch.cat([plain[:prompt_length][attention_mask.bool()], plain[prompt_length:at]])
+    with torch.no_grad():
+        logits = target(input_ids=text[None].to(target.device)).logits[0, -1]
+    best, second = logits.float().topk(2).values.tolist()
+    return at, best, best - second
+
+
+def match_texts(
+    target: PreTrainedModel, plain: Tensor, drafted: Tensor, attention_mask: Tensor, pad_token_id: int | None = None
+) -> str:
+    """Compares the greedy texts of one prompt.
+
+    A forward of several tokens rounds differently from one of a single token. Where the two best logits are closer than
+    that rounding, either is the target's choice: within 1e-3 in float32, or two units in the last place of a shorter
+    dtype.
+
+    Args:
+        target (`PreTrainedModel`): the target.
+        plain, drafted (`torch.LongTensor`, 1-D): the sequences, prompt included.
+        attention_mask (`torch.Tensor`, 1-D): of the prompt.
+        pad_token_id (`int`, *optional*): padding behind the texts, which does not count.
+
+    Returns:
+        `str`: `"same"`, `"near-tie"` or `"differs"`.
+    """
+    if pad_token_id is not None:
+        plain, drafted = (_strip(ids, len(attention_mask), pad_token_id) for ids in (plain, drafted))
+    found = first_difference(target, plain, drafted, attention_mask)
+    if found is None:
+        return "same"
+    _, best, lead = found
+    undecided = max(NEAR_TIE, 2 * torch.finfo(target.dtype).eps * abs(best))
+    return "near-tie" if lead < undecided else "differs"
+
+
+def _strip(ids: Tensor, prompt_length: int, pad_token_id: int) -> Tensor:
+    """A sequence without the padding at its end."""
+    text = (ids[prompt_length:] != pad_token_id).nonzero()
+    return ids[: prompt_length + (int(text[-1]) + 1 if len(text) else 0)]
+
+
+def summarise(comparisons: list[Comparison]) -> dict[str, Any]:
+    """Medians and totals of several comparisons, for a table.
+
+    Args:
+        comparisons (list of [`Comparison`]): at least one.
+
+    Returns:
+        `dict`: `batches`, `ratio_median` (of the batches) and `ratio_total` (of all tokens and seconds), `tau` over all
+        cycles, `match` (count of each outcome), `plain_tokens_per_second`, `dspark_tokens_per_second`, `verified`,
+        `rejected` and `seconds` by phase.
+    """
+
+    def total(name: str) -> Any:
+        return sum(getattr(comparison, name) for comparison in comparisons)
+
+    plain_speed = total("plain_tokens") / total("plain_seconds")
+    dspark_speed = total("dspark_tokens") / total("dspark_seconds")
+    matches = [comparison.match for comparison in comparisons]
+    return {
+        "batches": len(comparisons),
+        "ratio_median": statistics.median(comparison.ratio for comparison in comparisons),
+        "ratio_total": dspark_speed / plain_speed,
+        "tau": total("committed") / max(total("cycles"), 1),
+        "match": {name: matches.count(name) for name in dict.fromkeys(matches)},
+        "plain_tokens_per_second": plain_speed,
+        "dspark_tokens_per_second": dspark_speed,
+        "verified": total("verified"),
+        "rejected": total("rejected"),
+        "seconds": {phase: sum(c.seconds[phase] for c in comparisons) for phase in comparisons[0].seconds},
+    }

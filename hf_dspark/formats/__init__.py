@@ -1,0 +1,118 @@
+"""Checkpoints of drafters as they are found: told apart, converted to one convention, checked, or refused by name.
+
+Drafters are published in many packagings that share most tensor names and agree on little else: whether the first slot
+predicts, how target layers are counted, whose fields `config.json` describes. Every misreading is silent, because
+verification keeps the text right while acceptance collapses.
+
+A packaging is a module with `recognises(raw)` and `convert(raw)`, both on the content of `config.json`, and with
+`TARGET_COPIES`, the tensors that belong to the target. [`PACKAGINGS`] lists those that are read; `unsupported` names
+the others. The checks are common to all, on the converted configuration.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ..configuration_dspark import DSparkConfig
+from ..errors import CheckpointError
+from . import checks, deepspec, own, unsupported
+from .files import CONFIG_NAME, read_headers, read_json, read_tensors
+from .target_copies import TargetCopies
+
+PACKAGINGS: tuple[ModuleType, ...] = (own, deepspec)
+
+
+def packaging_of(folder: Path) -> tuple[ModuleType, dict[str, Any]]:
+    """The packaging of a checkpoint and the content of its `config.json`; needs no weights.
+
+    Raises:
+        CheckpointError: `config.json` cannot be read, or its packaging is not among [`PACKAGINGS`].
+    """
+    gguf = sorted(path.name for path in folder.glob("*.gguf"))
+    if gguf and not (folder / CONFIG_NAME).is_file():
+        raise CheckpointError(
+            f"{folder}: {gguf[0]} is a GGUF file, which is not read. Use the safetensors it was made from."
+        )
+    try:
+        raw = read_json(folder / CONFIG_NAME)
+        for packaging in PACKAGINGS:
+            if packaging.recognises(raw):
+                return packaging, raw
+        try:
+            tensors = list(read_headers(folder))
+        except CheckpointError:  # not downloaded, or not readable either: then config.json has to do
+            tensors = []
+        raise CheckpointError(unsupported.refusal(raw, tensors))
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error.__cause__
+
+
+def read_checkpoint(
+    folder: Path,
+    *,
+    config: PreTrainedConfig | None = None,
+    overrides: dict[str, Any] | None = None,
+    variant: str | None = None,
+) -> tuple[DSparkConfig, dict[str, Tensor], list[str]]:
+    """Reads and checks a drafter in any known packaging.
+
+    Args:
+        folder (`Path`): the checkpoint.
+        config ([`DSparkConfig`], *optional*): to be used instead of `config.json`.
+        overrides (`dict`, *optional*): fields to change in the configuration of `config.json`.
+        variant (`str`, *optional*): the `fp16` of `model.fp16.safetensors`.
+
+    Returns:
+        `tuple[DSparkConfig, dict[str, torch.Tensor], list[str]]`: the configuration, whose `dtype` is that of the
+        weights; the tensors under the names of [`DSparkDraftModel`], without those of the target; notes for the user.
+
+    Raises:
+        CheckpointError: anything is wrong with it; the message says what, and what to do.
+    """
+    packaging, raw = packaging_of(folder)
+    try:
+        fields, notes = packaging.convert(raw)
+        trained = _build_config(fields)
+        if config is not None and not isinstance(config, DSparkConfig):
+            raise CheckpointError(f"`config` must be a DSparkConfig, got a {type(config).__name__}. Leave it out.")
+        config = copy.deepcopy(config) if config is not None else _build_config(fields | (overrides or {}))
+        if config.block_size > trained.block_size:
+            raise CheckpointError(
+                f"`block_size` {config.block_size} was asked for, but the drafter was trained with "
+                f"{trained.block_size}: the slots behind that would draft noise. Ask for no more."
+            )
+        checks.check_config(config)
+        headers = read_headers(folder, variant)
+        checks.check_headers(config, headers, packaging.TARGET_COPIES)
+        checks.check_rope(config)
+        norms = checks.norm_names(config)
+        checks.check_norms(read_tensors(headers, norms))
+        names = [name for name in headers if name not in packaging.TARGET_COPIES]
+        tensors = read_tensors(headers, names)
+        checks.check_values(config, tensors)
+        config.dtype = checks.file_dtype(headers, [name for name in names if name not in ("d2t", "t2d")])
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error.__cause__
+    return config, tensors, notes
+
+
+def find_target_copies(folder: Path, variant: str | None = None) -> TargetCopies | None:
+    """The target's tensors inside a checkpoint that [`read_checkpoint`] has accepted; `None` if it carries none."""
+    packaging, _ = packaging_of(folder)
+    headers = read_headers(folder, variant)
+    copies = {name: headers[name] for name in packaging.TARGET_COPIES if name in headers}
+    return TargetCopies(copies) if copies else None
+
+
+def _build_config(fields: dict[str, Any]) -> DSparkConfig:
+    try:
+        return DSparkConfig(**fields)
+    except Exception as error:  # the host validates with whatever its arithmetic raises on values that make no sense
+        cause = error.__cause__ or error
+        raise CheckpointError(f"config.json describes no drafter: {str(cause).rstrip('.')}. Correct it.") from error

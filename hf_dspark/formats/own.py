@@ -1,0 +1,51 @@
+"""The packaging of this library: `config.json` is a [`DSparkConfig`], the tensors have the model's own names.
+
+Only the fields that describe a drafter are taken. A configuration of the host may hold more, and some of it chooses
+what code runs (an attention kernel from the Hub, a quantiser): a file does not get to choose that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ..configuration_dspark import DSparkConfig
+from ..errors import CheckpointError
+
+TARGET_COPIES: tuple[str, ...] = ()
+
+_HOST_FIELDS = {field.name for field in fields(PreTrainedConfig)}
+DRAFTER_FIELDS = {field.name for field in fields(DSparkConfig)} - _HOST_FIELDS
+# Written by the host, its trainer or its Hub tools; says nothing about the drafter.
+_BOOKKEEPING = _HOST_FIELDS | {"model_type", "torch_dtype", "use_cache", "_name_or_path", "auto_map"}
+_CHOOSES_CODE = (
+    "attn_implementation",
+    "experts_implementation",
+    "quantization_config",
+    "fusion_config",
+    "kernel_config",
+)
+
+
+def recognises(raw: dict[str, Any]) -> bool:
+    """Whether a `config.json` is of this packaging."""
+    return raw.get("model_type") == DSparkConfig.model_type
+
+
+def convert(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Fields of a [`DSparkConfig`] from the content of `config.json`, and notes for the user.
+
+    Raises:
+        CheckpointError: a field asks for other code than the drafter's own.
+    """
+    for name in _CHOOSES_CODE:
+        if raw.get(name) is not None:
+            raise CheckpointError(
+                f"config.json sets `{name}`, which a checkpoint may not choose. Remove it there, and pass it to "
+                "from_pretrained if you want it."
+            )
+    unknown = sorted(raw.keys() - DRAFTER_FIELDS - _BOOKKEEPING)
+    notes = [f"config.json: {', '.join(unknown)} is not known to this version of hf_dspark and was ignored."]
+    return {name: raw[name] for name in DRAFTER_FIELDS if name in raw}, notes if unknown else []

@@ -1,0 +1,66 @@
+"""Embedding and LM head of the target inside a drafter's file: compared with the target's own, never loaded.
+
+A drafter reads the target's thoughts, so it only fits the very target it was trained for, and a file that carries that
+target's embedding can prove it. The comparison is exact and goes through the tensors in pieces, so that it needs no
+memory to speak of. A target in another dtype than the file is still the same one if converting either gives the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import CheckpointError
+from .checks import FLOAT_DTYPES
+from .files import TensorHeader, opened
+
+_PIECE = 2**24  # elements compared at a time: 64 MB in float32
+
+
+class TargetCopies:
+    """Where the copies are.
+
+    Args:
+        headers (mapping): headers of `embed_tokens.weight` and `lm_head.weight`, or of the one that is there.
+    """
+
+    def __init__(self, headers: Mapping[str, TensorHeader]):
+        self.headers = dict(headers)
+
+    def compare(self, target: PreTrainedModel) -> None:
+        """Reads the file once and compares it with `target`.
+
+        Weights that cannot be compared (quantised, or offloaded and not in memory) are taken on trust.
+
+        Args:
+            target (`PreTrainedModel`): a target of the same vocabulary and width.
+
+        Raises:
+            CheckpointError: an embedding or LM head differs, or the file is no longer there.
+        """
+        modules = {
+            "embed_tokens.weight": target.get_input_embeddings(),
+            "lm_head.weight": target.get_output_embeddings(),
+        }
+        for name, header in self.headers.items():
+            weight = modules[name].weight.detach()
+            if weight.dtype not in FLOAT_DTYPES.values() or weight.is_meta:
+                continue
+            if tuple(weight.shape) != header.shape or not _same(name, header, weight):
+                raise CheckpointError(
+                    f"this drafter was trained for another target: `{name}` in {header.file} is not the one of "
+                    f"{target.name_or_path or type(target).__name__}. Load the drafter of this target."
+                )
+
+
+def _same(name: str, header: TensorHeader, weight: torch.Tensor) -> bool:
+    rows = max(1, _PIECE // header.shape[1])
+    with opened(header.file) as file:
+        view = file.get_slice(name)
+        for start in range(0, header.shape[0], rows):
+            ours, theirs = view[start : start + rows].to(weight.device), weight[start : start + rows]
+            if not torch.equal(theirs.to(ours.dtype), ours) and not torch.equal(ours.to(theirs.dtype), theirs):
+                return False
+    return True

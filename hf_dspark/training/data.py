@@ -1,0 +1,168 @@
+"""From JSONL conversations to padded batches of tokens with a mask on the target's own answers.
+
+A line is `{"messages": [...]}` whose last message is the assistant's. Where the line carries `answer_ids`, the very
+tokens the target produced, they are used as they are: re-tokenising an answer does not always give back the tokens it
+was made of.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+
+def read_records(path: str | Path, accepts: Callable[[Any], bool], expected: str) -> Iterator[dict[str, Any]]:
+    """Reads a JSONL file and refuses the first line that is not as expected.
+
+    Args:
+        path (`str` or `Path`): one JSON value a line, UTF-8; empty lines are skipped.
+        accepts (callable): whether a value is of the expected form.
+        expected (`str`): that form in words, for the message.
+
+    Yields:
+        `dict`: the value of each line.
+
+    Raises:
+        ValueError: a line is not JSON or not accepted; the message names file and line.
+    """
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError:  # not JSON, or not UTF-8
+                record = None
+            if not accepts(record):
+                found = line.decode("utf-8", "replace").strip()
+                found = found if len(found) <= 80 else found[:80] + "…"
+                raise ValueError(f"{path}, line {number}: expected {expected}, got: {found}")
+            yield record
+
+
+def is_conversation(messages: Any) -> bool:
+    """Whether a value is a non-empty list of messages with a role and a text each."""
+    return (
+        isinstance(messages, list)
+        and len(messages) > 0
+        and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in messages
+        )
+    )
+
+
+def _is_answered(record: Any, vocab_size: int) -> bool:
+    if not isinstance(record, dict) or not is_conversation(record.get("messages")):
+        return False
+    answer_ids = record.get("answer_ids", [])
+    if not isinstance(answer_ids, list) or any(type(token) is not int or token >= vocab_size for token in answer_ids):
+        return False
+    return len(record["messages"]) > 1 and record["messages"][-1]["role"] == "assistant"
+
+
+def read_examples(
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int = 1024,
+    chat_template_kwargs: dict | None = None,
+) -> list[dict[str, Any]]:
+    """Reads and tokenises a JSONL file of conversations.
+
+    Args:
+        path (`str` or `Path`): one JSON object a line, with `messages` and optionally `answer_ids`; where these are
+            missing, `"finished": false` says that the answer was cut and no end of turn follows.
+        tokenizer (`PreTrainedTokenizerBase`): the target's, with a chat template.
+        max_length (`int`, defaults to 1024): longer conversations are cut at their end.
+        chat_template_kwargs (`dict`, *optional*): passed to the template, e.g. `{"enable_thinking": False}`.
+
+    Returns:
+        `list[dict]`: `input_ids` (`list[int]`) and `prompt_length` (`int`), the number of tokens before the answer;
+            lines
+        with less than two tokens of answer are left out.
+
+    Raises:
+        ValueError: a line is not of that form, or no line is usable.
+    """
+    examples = []
+    expected = (
+        '{"messages": [..., {"role": "assistant", "content": "..."}]}, a conversation that ends with an answer of the '
+        f'target, optionally with "answer_ids": [...], token ids below {len(tokenizer)}'
+    )
+    for record in read_records(path, lambda record: _is_answered(record, len(tokenizer)), expected):
+        *prompt, answer = record["messages"]
+        prompt_ids = render_prompt(tokenizer, prompt, chat_template_kwargs)
+        answer_ids = record.get("answer_ids")
+        if answer_ids is None:
+            answer_ids = tokenizer(answer["content"], add_special_tokens=False)["input_ids"]
+            if record.get("finished", True) and tokenizer.eos_token_id is not None:
+                answer_ids = [*answer_ids, tokenizer.eos_token_id]
+        ids = [*prompt_ids, *answer_ids][:max_length]
+        if len(ids) - len(prompt_ids) >= 2:
+            examples.append({"input_ids": ids, "prompt_length": len(prompt_ids)})
+    if not examples:
+        raise ValueError(
+            f"{path}: no conversation with an answer of at least two tokens within {max_length} tokens. Raise the "
+            "longest length (--max-length), or check that these are answered conversations."
+        )
+    return examples
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], chat_template_kwargs: dict | None = None
+) -> list[int]:
+    """Token ids of a conversation up to the point where the assistant answers."""
+    encoded: Any = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=True, **(chat_template_kwargs or {})
+    )
+    return list(encoded["input_ids"])
+
+
+def token_list(ids: int | list[int] | None) -> list[int]:
+    """Token ids of a configuration field that holds one, several or none."""
+    if ids is None:
+        return []
+    return list(ids) if isinstance(ids, list) else [ids]
+
+
+def most_used_tokens(examples: Iterable[dict[str, Any]], size: int, always: Iterable[int] = ()) -> Tensor:
+    """The draft vocabulary: the tokens that answers use most.
+
+    Args:
+        examples (iterable of `dict`): from `read_examples`.
+        size (`int`): tokens wanted; filled up with the lowest other ids when the answers use fewer.
+        always (iterable of `int`): tokens to include in any case, such as the end of a turn.
+
+    Returns:
+        `torch.LongTensor` of shape `(size,)`, ascending.
+    """
+    counts: Counter[int] = Counter()
+    for example in examples:
+        counts.update(example["input_ids"][example["prompt_length"] :])
+    ranked = [token for token, _ in counts.most_common()]
+    # Among as many lowest ids as are wanted in all, enough are left to fill up with.
+    chosen = list(dict.fromkeys([*always, *ranked, *range(size)]))[:size]
+    return torch.tensor(sorted(chosen))
+
+
+def collate(examples: list[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
+    """Right-pads examples to `input_ids`, `attention_mask` and `loss_mask`, each `(B, S)`."""
+    length = max(len(example["input_ids"]) for example in examples)
+    input_ids = torch.full((len(examples), length), pad_token_id, dtype=torch.long)
+    attention_mask = torch.zeros(len(examples), length, dtype=torch.long)
+    loss_mask = torch.zeros(len(examples), length, dtype=torch.bool)
+    for row, example in enumerate(examples):
+        end = len(example["input_ids"])
+        input_ids[row, :end] = torch.tensor(example["input_ids"])
+        attention_mask[row, :end] = 1
+        loss_mask[row, example["prompt_length"] : end] = True
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask}

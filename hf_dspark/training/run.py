@@ -1,0 +1,150 @@
+"""One function from files to a trained drafter; `hf-dspark train` is its command line."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import IntervalStrategy
+
+from ..modeling_dspark import DSparkDraftModel
+from .data import most_used_tokens, read_examples, token_list
+from .initialization import config_for_target, start_from_target, start_head_from_text
+from .trainer import DSparkTrainer, DSparkTrainingArguments
+
+
+def train_drafter(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Iterable[str | Path],
+    args: DSparkTrainingArguments,
+    *,
+    mask_token_id: int | None = None,
+    drafter: DSparkDraftModel | None = None,
+    max_sequence_length: int = 1024,
+    validation_examples: int = 32,
+    chat_template_kwargs: dict | None = None,
+    start: bool = True,
+    resume: bool = False,
+    **config_overrides: Any,
+) -> tuple[DSparkDraftModel, DSparkTrainer]:
+    """Trains a drafter on answers of its target and saves it to `args.output_dir`.
+
+    Args:
+        target (`PreTrainedModel`): the target, which is frozen.
+        tokenizer (`PreTrainedTokenizerBase`): the target's.
+        data (iterable of paths): JSONL files of conversations, see [`~hf_dspark.training.data.read_examples`].
+        args ([`DSparkTrainingArguments`]): settings of the run.
+        mask_token_id (`int`, *optional*): an unused token; looked for among the tokenizer's special tokens when not
+            given.
+        drafter ([`DSparkDraftModel`], *optional*): one to go on from instead of a new one.
+        max_sequence_length (`int`, defaults to 1024): tokens per conversation.
+        validation_examples (`int`, defaults to 32): conversations set aside, the last ones after shuffling with the
+            seed, and a tenth of all at most; where that leaves none, nothing is evaluated.
+        chat_template_kwargs (`dict`, *optional*): passed to the chat template.
+        start (`bool`, defaults to `True`): whether a new drafter starts from the target's weights.
+        resume (`bool`, defaults to `False`): go on from the last checkpoint in `args.output_dir`, if there is one; the
+            drafter then is the checkpoint's.
+        config_overrides: fields of [`DSparkConfig`] for a new drafter, e.g. `num_hidden_layers=2,
+        draft_vocab_size=8192`.
+
+    Returns:
+        `tuple[DSparkDraftModel, DSparkTrainer]`: the drafter, in evaluation mode, and what trained it.
+
+    Raises:
+        ValueError: no mask token can be found or the one given occurs in the text, or the data is not usable.
+        FloatingPointError: the loss or a gradient was not finite.
+    """
+    set_seed(args.seed)
+    examples = [
+        example
+        for path in data
+        for example in read_examples(path, tokenizer, max_sequence_length, chat_template_kwargs)
+    ]
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(args.seed)).tolist()
+    examples = [examples[i] for i in order]
+    held_out = min(validation_examples, len(examples) // 10)
+    training, validation = examples[: len(examples) - held_out], examples[len(examples) - held_out :]
+    if not validation:
+        args = copy.copy(args)
+        args.eval_strategy = IntervalStrategy.NO
+
+    checkpoint = last_checkpoint(args.output_dir) if resume else None
+    if checkpoint is not None:
+        # Shape, mask token and draft vocabulary of the run so far, even if the data has changed since.
+        drafter = DSparkDraftModel.from_pretrained(checkpoint)
+    if drafter is None:
+        mask_token_id = _mask_token(mask_token_id, tokenizer, examples, target.config.get_text_config(decoder=True))
+        drafter = DSparkDraftModel(config_for_target(target, mask_token_id, **config_overrides))
+        if drafter.config.draft_vocab_size is not None:
+            always = token_list(drafter.config.eos_token_id)
+            drafter.set_draft_vocabulary(most_used_tokens(training, drafter.config.draft_vocab_size, always))
+        if start:
+            start_from_target(drafter, target)
+            if drafter.markov_head is not None and drafter.config.markov_head_type != "rnn":
+                start_head_from_text(drafter, target, training)
+    trainer = DSparkTrainer(
+        drafter, target, args, train_dataset=training, eval_dataset=validation or None, processing_class=tokenizer
+    )
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model()
+    return drafter.eval(), trainer
+
+
+def last_checkpoint(folder: str | Path) -> str | None:
+    """The newest complete checkpoint of a run, or `None`. A process killed in writing leaves an incomplete one."""
+    # The state of the trainer is the last file of a checkpoint to be written.
+    complete = [path.parent for path in Path(folder).glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
+    return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2]))) if complete else None
+
+
+def find_mask_token(
+    tokenizer: PreTrainedTokenizerBase, examples: Iterable[dict[str, Any]], config: PreTrainedConfig
+) -> int:
+    """An added special token that no example uses and that is neither unknown, pad, bos nor eos.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): the target's.
+        examples (iterable of `dict`): from [`~hf_dspark.training.data.read_examples`].
+        config (`PreTrainedConfig`): of the target's text model: its vocabulary size and special tokens.
+
+    Returns:
+        `int`: the highest such token.
+
+    Raises:
+        ValueError: there is none.
+    """
+    taken = {token for example in examples for token in example["input_ids"]}
+    for source in (tokenizer, config):
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            taken.update(token_list(getattr(source, name, None)))
+    taken.add(tokenizer.unk_token_id)
+    for token, added in sorted(tokenizer.added_tokens_decoder.items(), reverse=True):
+        if added.special and token not in taken and token < config.vocab_size:
+            return token
+    raise ValueError(
+        "no unused special token found to serve as mask token; name one with `mask_token_id` (--mask-token-id): a "
+        "token that never occurs in your text and is not pad, bos or eos."
+    )
+
+
+def _mask_token(
+    wanted: int | None,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: list[dict[str, Any]],
+    config: PreTrainedConfig,
+) -> int:
+    """The mask token asked for, if no text contains it, else one that is found."""
+    if wanted is None:
+        return find_mask_token(tokenizer, examples, config)
+    if any(wanted in example["input_ids"] for example in examples):
+        raise ValueError(
+            f"`mask_token_id` {wanted} ({tokenizer.decode([wanted])!r}) occurs in the training text: the drafter would "
+            "take it for a slot to fill. Name a token that never occurs, or none to have one found."
+        )
+    return wanted

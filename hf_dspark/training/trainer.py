@@ -1,0 +1,232 @@
+"""Training a drafter with `transformers.Trainer` and the frozen target run on the fly.
+
+The reference implementation first writes the target's hidden states of all training text to disk (38 TB for a 4B
+target). Here the target runs inside the training step, without gradients, and its states are gone with the step.
+Everything around the loss (several processes, resuming, schedules, logging, uploading) is the host's Trainer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from ..cache import format_mask
+from ..modeling_dspark import DSparkDraftModel
+from .blocks import block_visibility, build_blocks, sample_anchors
+from .data import collate
+from .loss import LossOutput, LossWeights, dspark_loss, slot_weights
+from .muon import MuonWithAdamW, parameter_groups
+
+
+@dataclass
+class DSparkTrainingArguments(TrainingArguments):
+    """`TrainingArguments` with the settings of a drafter.
+
+    Args:
+        num_anchors (`int`, defaults to 512): blocks per sequence and step.
+        max_logit_positions (`int`, defaults to 2048): most positions whose vocabulary-sized logits exist at once. Peak
+            memory of the loss is about six tensors of that many float32 rows of the vocabulary.
+        optimizer (`str`, defaults to `"muon"`): `"muon"` (matrices by Muon, the rest by AdamW) or `"host"` for the one
+            that `optim` names.
+        muon_learning_rate (`float`, defaults to 0.01): step of Muon; `learning_rate` is that of AdamW.
+        cross_entropy_weight, distance_weight, confidence_weight, loss_decay (`float`): see [`LossWeights`].
+    """
+
+    num_anchors: int = field(default=512, metadata={"help": "Blocks per sequence and step."})
+    max_logit_positions: int = field(default=2048, metadata={"help": "Positions whose logits exist at once."})
+    optimizer: str = field(default="muon", metadata={"help": "'muon' or 'host'."})
+    muon_learning_rate: float = field(default=0.01, metadata={"help": "Learning rate of Muon."})
+    cross_entropy_weight: float = field(default=0.1, metadata={"help": "Weight of the cross-entropy."})
+    distance_weight: float = field(default=0.9, metadata={"help": "Weight of the L1 distance."})
+    confidence_weight: float = field(default=1.0, metadata={"help": "Weight of the confidence loss."})
+    loss_decay: float = field(default=4.0, metadata={"help": "Decay of the weight along a block."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.remove_unused_columns = False  # the columns are not arguments of the drafter's forward
+        self.label_names = []
+        if self.ddp_find_unused_parameters is None:
+            # All parameters are used, but the heads outside of the wrapped forward: a search from there misses them.
+            self.ddp_find_unused_parameters = False
+        if self.optimizer not in ("muon", "host"):
+            raise ValueError(f"`optimizer` must be 'muon' or 'host', got {self.optimizer!r}.")
+
+    @property
+    def loss_weights(self) -> LossWeights:
+        """The four weights of the loss."""
+        return LossWeights(self.cross_entropy_weight, self.distance_weight, self.confidence_weight, self.loss_decay)
+
+
+class DSparkTrainer(Trainer):
+    """Trains a [`DSparkDraftModel`] against a frozen target.
+
+    Several processes that hold the whole drafter each (DDP) share one weighted mean, so they train as one process with
+    the whole batch would. With gradient accumulation, each of the batches accumulated counts the same.
+
+    Args:
+        model ([`DSparkDraftModel`]): the drafter.
+        target (`PreTrainedModel`): the target; moved to the training device and frozen (`requires_grad` is cleared).
+        args ([`DSparkTrainingArguments`]): settings.
+        kwargs: of `transformers.Trainer`; datasets hold the records of [`~hf_dspark.training.data.read_examples`].
+
+    Attributes:
+        trained_anchors (`int`): blocks that this process has trained on.
+    """
+
+    args: DSparkTrainingArguments
+
+    def __init__(self, model: DSparkDraftModel, target: PreTrainedModel, args: DSparkTrainingArguments, **kwargs: Any):
+        if target.device != args.device:  # a quantised target is where it was loaded, and refuses to be moved
+            target.to(args.device)  # type: ignore[arg-type]
+        self.target = target.eval().requires_grad_(False)
+        model.bind(self.target)
+        if model.confidence_head is not None:
+            model.confidence_head.requires_grad_(args.confidence_weight > 0)
+        pad = next((t for t in (model.config.pad_token_id, model.config.mask_token_id) if t is not None), 0)
+        kwargs.setdefault("data_collator", lambda examples: collate(examples, pad))
+        super().__init__(model=model, args=args, **kwargs)
+        if not args.fp16:  # whose loss scaling overshoots on purpose and skips such steps
+            self.add_callback(_StopAtBadGradient)
+        self._metrics: dict[str, Tensor] = {}
+        self.trained_anchors = 0
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.args.optimizer == "host":
+            return super().create_optimizer()
+        if self.optimizer is None:
+            groups = parameter_groups(self.model, self.args.learning_rate, self.args.muon_learning_rate)
+            self.optimizer = MuonWithAdamW(groups, weight_decay=self.args.weight_decay)
+        return self.optimizer
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        output = self.block_loss(model, inputs)
+        if not torch.isfinite(output.loss):
+            raise FloatingPointError(
+                f"the loss is {float(output.loss)} at step {self.state.global_step}, on a batch of "
+                f"{tuple(inputs['input_ids'].shape)} tokens that starts with {inputs['input_ids'][0, :8].tolist()}. "
+                "Lower the learning rate or train in float32; the last checkpoint is untouched."
+            )
+        return (output.loss, {}) if return_outputs else output.loss
+
+    def block_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> LossOutput:
+        """Target forward, draft forward over all blocks, and the loss of a batch."""
+        drafter: DSparkDraftModel = self.accelerator.unwrap_model(model)
+        config, args = drafter.config, self.args
+        input_ids, loss_mask = inputs["input_ids"], inputs["loss_mask"]
+        batch, length = input_ids.shape
+        anchors, keep = sample_anchors(loss_mask, args.num_anchors)
+        blocks = build_blocks(
+            input_ids, loss_mask, anchors, keep, config.block_size, config.mask_token_id, config.sample_from_anchor
+        )
+        with torch.no_grad():
+            states = self.target.base_model(
+                input_ids=input_ids,
+                attention_mask=inputs["attention_mask"],
+                output_hidden_states=[layer + 1 for layer in config.target_layer_ids],
+                use_cache=False,
+            )
+        context = drafter.project_context(
+            torch.cat([states.hidden_states[layer + 1] for layer in config.target_layer_ids], dim=-1)
+        )
+        visible = block_visibility(anchors, keep, config.block_size, length, config.sliding_window)
+        positions = torch.cat(
+            [torch.arange(length, device=input_ids.device).expand(batch, -1), blocks.positions.flatten(1)], dim=1
+        )
+        hidden = model(
+            noise_embeds=drafter.embed(blocks.inputs.flatten(1)),
+            context_hidden_states=context,
+            position_ids=positions,
+            attention_mask=format_mask(visible, config._attn_implementation, drafter.dtype),
+        ).last_hidden_state.view(*blocks.inputs.shape, -1)
+        if not config.sample_from_anchor:
+            hidden = hidden[:, :, 1:]
+
+        kept = keep.flatten()
+        rows = torch.arange(batch, device=input_ids.device)[:, None, None] * length
+        supervised = blocks.supervised.flatten(0, 1)[kept]
+        output = dspark_loss(
+            drafter,
+            hidden.flatten(0, 1)[kept],
+            blocks.previous.flatten(0, 1)[kept],
+            blocks.labels.flatten(0, 1)[kept],
+            supervised,
+            states.last_hidden_state.flatten(0, 1),
+            (blocks.sources + rows).flatten(0, 1)[kept],
+            args.loss_weights,
+            args.max_logit_positions,
+            self._common_normaliser(supervised),
+        )
+        for name, value in output.metrics.items():
+            self._metrics[name] = self._metrics.get(name, 0) + value
+        self._metrics["blocks"] = self._metrics.get("blocks", torch.zeros(())) + kept.sum().cpu()
+        if model.training:
+            self.trained_anchors += int(kept.sum())
+        return output
+
+    def _common_normaliser(self, supervised: Tensor) -> Tensor | None:
+        """Σ w averaged over processes: the gradient average over processes is then the gradient of the whole batch."""
+        if self.accelerator.num_processes == 1:
+            return None
+        return self.accelerator.reduce(slot_weights(supervised, self.args.loss_decay).sum(), reduction="mean")
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return self.block_loss(model, self._prepare_inputs(inputs)).loss.detach(), None, None
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        training_metrics, self._metrics = self._metrics, {}
+        with torch.random.fork_rng(devices=[]):
+            torch.random.default_generator.manual_seed(self.args.seed)  # the same anchors at every evaluation
+            try:
+                return super().evaluate(*args, **kwargs)
+            finally:
+                self._metrics = training_metrics
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Adds what the blocks since the last log would have been worth.
+
+        `tau` is 1 + Σ_k of the mean survival ∏ c*: the accepted length of sampling on this text; `tau_greedy` counts
+        agreement of first choices instead. `acceptance_k` is the mean c* at position k, `confidence_error` the mean
+        |c_k − c*|, `confidence_bias` the mean c_k − c*. `anchors` are the blocks this process has trained on.
+        """
+        evaluating = any(key.startswith("eval_") for key in logs)
+        if self._metrics and ("loss" in logs or evaluating):
+            prefix = "eval_" if evaluating else ""
+            sums = {name: self.accelerator.reduce(value.to(self.args.device)) for name, value in self._metrics.items()}
+            count, blocks = sums["count"].clamp_min(1), sums["blocks"].clamp_min(1)
+            logs[prefix + "tau"] = round(1 + float((sums["survive"] / blocks).sum()), 4)
+            logs[prefix + "tau_greedy"] = round(1 + float((sums["agree_prefix"] / blocks).sum()), 4)
+            for k, value in enumerate((sums["overlap"] / count).tolist(), start=1):
+                logs[f"{prefix}acceptance_{k}"] = round(value, 4)
+            logs[prefix + "confidence_error"] = round(float((sums["confidence_error"] / count).mean()), 4)
+            logs[prefix + "confidence_bias"] = round(float(((sums["confidence"] - sums["overlap"]) / count).mean()), 4)
+            self._metrics = {}
+        logs["anchors"] = self.trained_anchors
+        super().log(logs, *args, **kwargs)
+
+
+class _StopAtBadGradient(TrainerCallback):
+    """Stops before a gradient that is not finite reaches the weights, and with them the next checkpoint."""
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ):
+        grads = [parameter.grad for parameter in kwargs["model"].parameters() if parameter.grad is not None]
+        if not torch.isfinite(nn.utils.get_total_norm(grads)):
+            raise FloatingPointError(
+                f"a gradient is not finite at step {state.global_step}, though the loss is. Lower the learning rate or "
+                "train in float32; the last checkpoint is untouched."
+            )
