@@ -36,8 +36,11 @@ def _load_target(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         dtype = torch.float32 if device == "cpu" else "auto"
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except OSError as error:
+            raise OSError(f"the target {name!r} could not be loaded: {error}") from error
     return model.to(device), tokenizer  # type: ignore[arg-type]
 
 
@@ -69,9 +72,7 @@ def train(
     layers: Annotated[int, typer.Option(min=1, help="Draft layers of a new drafter.")] = 2,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens a new drafter drafts per block.")] = 7,
     markov_rank: Annotated[int, typer.Option(min=0, help="Rank of a new sequential head; 0 for none.")] = 64,
-    head: Annotated[
-        Literal["vanilla", "gated", "rnn"], typer.Option(help="Kind of a new sequential head.")
-    ] = "vanilla",
+    head: Annotated[Literal["vanilla", "gated", "rnn"], typer.Option(help="Kind of a new sequential head.")] = "vanilla",
     draft_vocabulary: Annotated[
         int, typer.Option(min=0, help="Most used tokens that a new drafter drafts from; 0 for all.")
     ] = 0,

@@ -7,6 +7,8 @@ settings are the drafter's own.
 """
 
 # Annotations must stay objects here (no `from __future__ import annotations`): @strict does not check strings.
+import itertools
+
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
@@ -19,7 +21,7 @@ class DSparkConfig(PreTrainedConfig):
     r"""
     Args:
         vocab_size (`int`, defaults to 151936): vocabulary of the target, padding rows included.
-        hidden_size (`int`, defaults to 2560): width D of the drafter; equal to the target's, whose embedding and LM head it uses.
+        hidden_size (`int`, defaults to 2560): width D of the drafter; equal to the target's, whose embedding and head it uses.
         intermediate_size (`int`, defaults to 9728): width of the MLP.
         num_hidden_layers (`int`, defaults to 5): draft layers.
         num_attention_heads (`int`, defaults to 32): query heads.
@@ -44,7 +46,7 @@ class DSparkConfig(PreTrainedConfig):
         markov_rank (`int`, defaults to 256): rank r of the sequential head; 0 for none.
         markov_head_type (`str`, defaults to `"vanilla"`): `"vanilla"`, `"gated"` or `"rnn"`.
         enable_confidence_head (`bool`, defaults to `True`): whether the drafter estimates the survival of its tokens.
-        confidence_head_with_markov (`bool`, defaults to `True`): whether that estimate also sees the previous token's embedding.
+        confidence_head_with_markov (`bool`, defaults to `True`): whether that estimate also sees W1 of the previous token.
         confidence_temperatures (`list[float]`, *optional*): K calibration temperatures, one per draft position.
         draft_vocab_size (`int`, *optional*): size of a reduced draft vocabulary; the whole vocabulary when not given.
         pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): the target's special tokens.
@@ -135,7 +137,7 @@ class DSparkConfig(PreTrainedConfig):
         ids = self.target_layer_ids
         if ids is None:  # filled in by __post_init__
             return
-        if not ids or any(a >= b for a, b in zip(ids, ids[1:], strict=False)):
+        if not ids or any(a >= b for a, b in itertools.pairwise(ids)):
             raise ValueError(f"`target_layer_ids` must be a strictly increasing list of at least one layer, got {ids}.")
         if ids[0] < -1 or ids[-1] >= self.num_target_layers:
             raise ValueError(

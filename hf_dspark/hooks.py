@@ -21,7 +21,7 @@ _originals: dict[str, Any] = {}
 
 
 def install() -> None:
-    """Makes `generate(assistant_model=drafter)` know our drafters. Called on `import hf_dspark`; calling it again is harmless."""
+    """Makes `generate(assistant_model=…)` know our drafters. Called on `import hf_dspark`; calling it again is harmless."""
     if _originals:
         return
     for name, wrap in (("_assisted_decoding", _wrap_decoding), ("_get_candidate_generator", _wrap_candidates)):

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -213,17 +213,21 @@ class LoadProfile:
             return cls(steps)
 
         prompt = tokens[:, :context]
-        for _ in range(2):  # the first warms up; the statistics are those of the latest
-            target.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                assistant_model=drafter,
-                max_new_tokens=_DRAFT_RUN,
-                min_new_tokens=_DRAFT_RUN,  # random text may end before anything is drafted
-                do_sample=False,
-            )
-        spent = drafter.statistics.seconds
-        return cls(steps, (spent["draft"] + spent["head"]) / drafter.statistics.drafts)
+        mode, drafter.scheduling = drafter.scheduling, "full"  # a draft in every round, whatever the profile so far
+        try:
+            for _ in range(2):  # the first warms up; the statistics are those of the latest
+                target.generate(
+                    prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    assistant_model=drafter,
+                    max_new_tokens=_DRAFT_RUN,
+                    min_new_tokens=_DRAFT_RUN,  # random text may end before anything is drafted
+                    do_sample=False,
+                )
+        finally:
+            drafter.scheduling = mode
+        counts: Any = drafter.statistics  # typed as a module's attribute
+        return cls(steps, (counts.seconds["draft"] + counts.seconds["head"]) / counts.drafts)
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the profile as JSON: completely, or not at all.
@@ -280,7 +284,7 @@ class LoadProfile:
             raise ValueError(f"{path} holds no usable load profile: {error}") from error
 
 
-def _fields(content: object) -> dict:
+def _fields(content: Any) -> dict:
     """Arguments of [`LoadProfile`] from the content of a file, in any of the three forms."""
     names = sorted(content) if isinstance(content, dict) else []
     if "format" in names:
@@ -336,7 +340,7 @@ def _size(name: str, value: object, least: int = 1) -> int:
     return int(value)
 
 
-def _number(name: str, value: object, kind: str = "") -> float:
+def _number(name: str, value: Any, kind: str = "") -> float:
     number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if not number or (kind == "positive" and value <= 0) or (kind == "non-negative" and value < 0):
         expected = f"finite {kind} number".replace("  ", " ")

@@ -159,13 +159,16 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         statistics ([`Statistics`]): counts and seconds of the latest `generate`.
     """
 
+    d2t: Tensor
+    t2d: Tensor
+
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DSparkDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)  # type: ignore[arg-type]  # only reads rope fields
         self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         if config.draft_vocab_size is not None:
@@ -345,7 +348,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Embeddings of the target, `(R, Q)` to `(R, Q, D)`, scaled the way the target scales them."""
-        embedding = self.bound_target.embedding
+        embedding: Any = self.bound_target.embedding
         return embedding(input_ids.to(embedding.weight.device)).to(self.device, self.dtype)
 
     def base_logits(self, hidden_states: Tensor) -> Tensor:
@@ -371,9 +374,8 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         size = self.config.draft_vocab_size
         if size is None:
             raise ValueError("set_draft_vocabulary: the configuration has no `draft_vocab_size`; set one first.")
-        if token_ids.shape != (size,) or bool((token_ids.diff() <= 0).any()) or not (
-            0 <= int(token_ids[0]) and int(token_ids[-1]) < self.config.vocab_size
-        ):
+        ascending = token_ids.shape == (size,) and bool((token_ids.diff() > 0).all())
+        if not ascending or int(token_ids[0]) < 0 or int(token_ids[-1]) >= self.config.vocab_size:
             raise ValueError(
                 f"set_draft_vocabulary: expected {size} strictly increasing token ids below {self.config.vocab_size}, got a "
                 f"tensor of shape {tuple(token_ids.shape)}."
@@ -442,7 +444,7 @@ def _check_pair(target: PreTrainedModel, draft_config: DSparkConfig) -> None:
     for name, expected, found in (
         ("vocab_size", draft_config.vocab_size, config.vocab_size),
         ("target_hidden_size", draft_config.target_hidden_size, config.hidden_size),
-        ("hidden_size", draft_config.hidden_size, target.get_input_embeddings().weight.shape[-1]),
+        ("hidden_size", draft_config.hidden_size, _width(target.get_input_embeddings())),
         ("num_target_layers", draft_config.num_target_layers, config.num_hidden_layers),
     ):
         if expected != found:
@@ -450,3 +452,7 @@ def _check_pair(target: PreTrainedModel, draft_config: DSparkConfig) -> None:
                 f"this drafter does not belong to this target: `{name}` of the drafter is {expected}, the target's is "
                 f"{found}. Load the drafter that was trained for this target."
             )
+
+
+def _width(embedding: Any) -> int:
+    return embedding.weight.shape[-1]

@@ -126,9 +126,7 @@ def test_the_target_is_asked_as_it_was_when_it_chose(pair):
     plain = torch.tensor([PAD, PAD, 9, 20, 21, 7])
     with torch.no_grad():
         best = target(input_ids=plain[None, 2:5]).logits[0, -1].topk(2).values
-    position, logit, lead = first_difference(
-        target, plain, torch.tensor([PAD, PAD, 9, 20, 21, 8]), torch.tensor([0, 0, 1, 1])
-    )
+    position, logit, lead = first_difference(target, plain, torch.tensor([PAD, PAD, 9, 20, 21, 8]), torch.tensor([0, 0, 1, 1]))
     assert position == 5
     assert (logit, lead) == pytest.approx((float(best[0]), float(best[0] - best[1])), abs=1e-5)
 

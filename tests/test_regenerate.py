@@ -58,9 +58,7 @@ def test_samples_follow_the_target():
     """The first token, one of a row that joined late among them, and the second, behind a cache that others shared."""
     target, count, top_k, temperature = tiny_target(), 2000, 5, 0.8
     prompt = [7, 9, 21]
-    found = answers_of(
-        target, [prompt] * count, temperature, eos_token_ids=[], max_new_tokens=2, batch_size=50, top_k=top_k
-    )
+    found = answers_of(target, [prompt] * count, temperature, eos_token_ids=[], max_new_tokens=2, batch_size=50, top_k=top_k)
     drawn = torch.tensor([answer for answer, _ in found])
 
     def law(ids):
@@ -205,9 +203,7 @@ def test_neighbours_have_similar_lengths(tmp_path, monkeypatch):
 def test_bad_prompts_are_refused(line, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(b'{"prompt": "w7"}\n\n' + line.encode(errors="surrogateescape") + b"\n")
-    with pytest.raises(
-        ValueError, match=r'prompts\.jsonl, line 3: expected \{"prompt": "\.\.\."\} or .*, got: '
-    ) as error:
+    with pytest.raises(ValueError, match=r'prompts\.jsonl, line 3: expected \{"prompt": "\.\.\."\} or .*, got: ') as error:
         regenerate(path, tmp_path / "answers.jsonl")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "answers.jsonl").exists()

@@ -6,6 +6,7 @@ every probability of the whole vocabulary at once.
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from hf_dspark import DSparkDraftModel
 from hf_dspark.training import trainer as trainer_module
 from hf_dspark.training.blocks import block_visibility, build_blocks, sample_anchors
 from hf_dspark.training.data import collate, most_used_tokens, read_examples
-from hf_dspark.training.initialization import config_for_target, start_from_target
+from hf_dspark.training.initialization import config_for_target, start_from_target, start_head_from_text
 from hf_dspark.training.loss import LossWeights, dspark_loss
 from hf_dspark.training.muon import MuonWithAdamW, orthogonalise, parameter_groups
 from hf_dspark.training.regenerate import Request, answer_requests
@@ -46,7 +47,6 @@ def arguments(folder, **options):
         "report_to": [],
         "use_cpu": True,
         "disable_tqdm": True,
-        "dataloader_pin_memory": False,
     } | options
     return DSparkTrainingArguments(str(folder), **options)
 
@@ -113,7 +113,7 @@ def test_loss_of_the_reference(tmp_path, monkeypatch):
     output = trainer.block_loss(drafter.train(), batch)
     output.loss.backward()
 
-    assert float(output.loss) == pytest.approx(reference["total"], rel=1e-3)
+    assert float(output.loss.detach()) == pytest.approx(reference["total"], rel=1e-3)
     for ours, theirs in (("cross_entropy", "ce"), ("distance", "l1"), ("confidence", "confidence")):
         assert float(output.terms[ours]) == pytest.approx(reference["terms"][f"{theirs}_loss_num"], rel=1e-3)
         assert float(output.normaliser) == pytest.approx(reference["terms"][f"{theirs}_loss_den"], rel=1e-3)
@@ -154,28 +154,27 @@ def random_blocks(drafter, blocks=11, states=40):
 def direct_loss(drafter, target, hidden, previous, labels, supervised, target_states, sources, weights):
     """The formula as it stands, over all positions and the whole vocabulary at once."""
     head = target.get_output_embeddings().weight
-    target_law = (target_states @ head.T).softmax(-1)[sources]  # (N, K, V)
+    target_law = (target_states @ head.T).double().softmax(-1)[sources]  # (N, K, V)
     embeddings = None if drafter.markov_head is None else drafter.markov_head.markov_w1(previous)
     ids = drafter.draft_token_ids
     ids = torch.arange(VOCABULARY) if ids is None else ids
     logits = (hidden @ head.T)[..., ids]
     if embeddings is not None:
         logits = logits + drafter.markov_head.markov_w2(drafter.markov_head(embeddings, hidden))
-    wide = torch.full((*logits.shape[:-1], VOCABULARY), -torch.inf).index_copy(-1, ids, logits)
+    wide = torch.full((*logits.shape[:-1], VOCABULARY), -torch.inf).index_copy(-1, ids, logits).double()
     draft_law = wide.softmax(-1)  # zero outside of the draft vocabulary
 
-    known = torch.isin(labels, ids)
-    at_label = draft_law.gather(-1, labels[..., None])[..., 0]
-    cross_entropy = -torch.where(known, at_label, 1.0).log()
+    at_label = wide.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    cross_entropy = -torch.where(torch.isin(labels, ids), at_label, 0.0)
     distance = (draft_law - target_law).abs().sum(-1)
     overlap = torch.minimum(draft_law, target_law).sum(-1).detach()  # the probability that rejection keeps the token
     total = weights.cross_entropy * cross_entropy + weights.distance * distance
     if drafter.confidence_head is not None:
-        confidence = drafter.confidence_head(hidden, embeddings).sigmoid()
-        miss = -(overlap * confidence.log() + (1 - overlap) * (1 - confidence).log())
+        logit = drafter.confidence_head(hidden, embeddings).double()
+        miss = -(overlap * F.logsigmoid(logit) + (1 - overlap) * F.logsigmoid(-logit))
         total = total + weights.confidence * miss
     w = torch.exp(-torch.arange(5) / weights.decay) * supervised
-    return (w * total).sum() / w.sum(), overlap * supervised
+    return ((w * total).sum() / w.sum()).float(), (overlap * supervised).float()
 
 
 def loss_and_gradients(drafter, function):
@@ -193,9 +192,7 @@ def test_loss_of_the_formula_in_any_chunks(variant):
     drafter = tiny_drafter(target, **DRAFTERS[variant]).train()
     drafter.bind(target.requires_grad_(False))
     weights = LossWeights(cross_entropy=0.3, distance=0.8, confidence=0.7, decay=2.0)
-    expected, expected_grads, overlap = loss_and_gradients(
-        drafter, lambda *a: direct_loss(drafter, target, *a, weights)
-    )
+    expected, expected_grads, overlap = loss_and_gradients(drafter, lambda *a: direct_loss(drafter, target, *a, weights))
     assert {"hidden"} | {n for n in expected_grads if "head" in n} == set(expected_grads)
     for max_logit_positions in (1, 12, 25, 54, 10_000):  # 1, 2, 5, 10 and all of 11 blocks at a time
 
@@ -207,9 +204,7 @@ def test_loss_of_the_formula_in_any_chunks(variant):
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
         assert grads.keys() == expected_grads.keys()
         for name, grad in grads.items():
-            torch.testing.assert_close(
-                grad, expected_grads[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-            )
+            torch.testing.assert_close(grad, expected_grads[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
         torch.testing.assert_close(metrics["overlap"], overlap.sum(0), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(metrics["survive"], overlap.cumprod(1).sum(0), rtol=1e-5, atol=1e-5)
 
@@ -222,9 +217,7 @@ def test_metrics_count_first_choices_and_confidence():
     metrics = dspark_loss(drafter, hidden, previous, labels, supervised, target_states, sources).metrics
     head = target.get_output_embeddings()
     embeddings = drafter.markov_head.markov_w1(previous)
-    agree = (head(hidden) + drafter.markov_head.markov_w2(embeddings)).argmax(-1) == head(target_states)[
-        sources
-    ].argmax(-1)
+    agree = (head(hidden) + drafter.markov_head.markov_w2(embeddings)).argmax(-1) == head(target_states)[sources].argmax(-1)
     confidence = drafter.confidence_head(hidden, embeddings).sigmoid() * supervised
     agree = (agree & supervised).float()
     assert torch.equal(metrics["count"], supervised.sum(0).float())
@@ -242,37 +235,37 @@ def test_loss_without_supervision_is_zero():
         args = (hidden[few], previous[few], labels[few], torch.zeros_like(supervised[few]), target_states, sources[few])
         output = dspark_loss(drafter, *args)
         output.loss.backward()
-        assert float(output.loss) == 0.0
+        assert float(output.loss.detach()) == 0.0
     assert all(not p.grad.any() for name, p in drafter.named_parameters() if "head" in name)
 
 
 class WidestLogits(TorchDispatchMode):
-    """Remembers the most rows of any tensor whose last dimension is the vocabulary."""
+    """Remembers the most rows of any tensor whose last dimension is one of some sizes."""
 
-    def __init__(self):
+    def __init__(self, *sizes):
         super().__init__()
-        self.rows = 0
+        self.sizes, self.rows = sizes, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
         for tensor in output if isinstance(output, tuple | list) else (output,):
-            if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] == VOCABULARY:
-                self.rows = max(self.rows, tensor.numel() // VOCABULARY)
+            if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] in self.sizes:
+                self.rows = max(self.rows, tensor.numel() // tensor.shape[-1])
         return output
 
 
-@pytest.mark.parametrize("variant", ["vanilla", "reduced vocabulary"])
-def test_logits_of_few_positions_exist_at_once(variant, target, examples, tmp_path):
-    drafter = tiny_drafter(target, **DRAFTERS[variant])
+@pytest.mark.parametrize("draft_vocab_size", [None, 45])
+def test_logits_of_few_positions_exist_at_once(draft_vocab_size, examples, tmp_path):
+    target = tiny_target(vocab_size=91)  # no other dimension has that size, nor 45
+    drafter = new_drafter(target, draft_vocab_size=draft_vocab_size)
     args = arguments(tmp_path, num_anchors=12, max_logit_positions=50)
     trainer = DSparkTrainer(drafter, target, args)
     batch = collate(examples[:8], PAD)
-    with WidestLogits() as widest:
+    with WidestLogits(91, 45) as widest:
         trainer.block_loss(drafter.train(), batch).loss.backward()
-    # The drafter's W1 and W2, the identity and a table, are matrices of 48 columns themselves here.
     assert 45 <= widest.rows <= 50
     args.max_logit_positions = 10_000
-    with WidestLogits() as widest:
+    with WidestLogits(91, 45) as widest:
         trainer.block_loss(drafter, batch).loss.backward()
     assert widest.rows > 200
 
@@ -469,7 +462,7 @@ def test_mask_token():
     assert find_mask_token(tokenizer, [example], config) == MASK  # <new> has no row in the target's embedding
     tokenizer.add_tokens(AddedToken("w9", special=False))
     used = {"input_ids": [*example["input_ids"], MASK]}
-    with pytest.raises(ValueError, match=r"no unused special token .* --mask-token-id"):
+    with pytest.raises(ValueError, match=r"no unused special token .*--mask-token-id"):
         find_mask_token(tokenizer, [used], config)
     config.eos_token_id = [EOS, MASK]
     with pytest.raises(ValueError, match="no unused special token"):
@@ -479,11 +472,12 @@ def test_mask_token():
 # ---- a new drafter ----
 
 
+@torch.no_grad()
 def test_start_from_a_target_of_the_same_kind():
     target = tiny_target("qwen3", seed=4)
     for name, parameter in target.named_parameters():
         if "norm" in name:
-            torch.nn.init.uniform_(parameter, 0.5, 2.0)
+            parameter.uniform_(0.5, 2.0)
     drafter = new_drafter(target)
     before = {name: value.clone() for name, value in drafter.named_parameters()}
     copied = start_from_target(drafter, target)
@@ -500,16 +494,15 @@ def test_start_from_a_target_of_the_same_kind():
     states = torch.randn(3, 64)
     assert torch.equal(F.linear(states, after["fc.weight"]), states[:, 32:])  # the latest captured layer
     assert not after["markov_head.markov_w2.weight"].any()
+    # W1 is where the embeddings lie along the 8 directions that leave the least of them unexplained.
     table, embedding = after["markov_head.markov_w1.weight"], target.get_input_embeddings().weight
-    assert float(table.std()) == pytest.approx(1.0)
-    shares = torch.linalg.svdvals((embedding - embedding.mean(0)).detach()).square()
-    kept = table.square().sum() * (embedding - embedding.mean(0)).square().sum() / shares.sum()
     centred = embedding - embedding.mean(0)
-    coefficients = torch.linalg.lstsq(table, centred).solution
-    assert float((table @ coefficients).square().sum()) == pytest.approx(float(shares[:8].sum()), rel=1e-4)
-    assert kept > 0
+    explained = (table @ torch.linalg.lstsq(table, centred).solution).square().sum()
+    torch.testing.assert_close(explained, torch.linalg.svdvals(centred)[:8].square().sum())
+    torch.testing.assert_close(table.std(), torch.tensor(1.0))
 
 
+@torch.no_grad()
 def test_start_from_a_target_without_query_norms():
     target = tiny_target("llama", seed=4)
     drafter = new_drafter(target)
@@ -520,9 +513,7 @@ def test_start_from_a_target_without_query_norms():
         attention, source = drafter.layers[index].self_attn, target.model.layers[index + 2].self_attn
         for part in ("q", "k"):
             plain = getattr(source, f"{part}_proj")(states).unflatten(-1, (-1, 8))
-            normed = getattr(attention, f"{part}_norm")(
-                getattr(attention, f"{part}_proj")(states).unflatten(-1, (-1, 8))
-            )
+            normed = getattr(attention, f"{part}_norm")(getattr(attention, f"{part}_proj")(states).unflatten(-1, (-1, 8)))
             assert float(normed.square().mean()) == pytest.approx(float(plain.square().mean()), rel=0.1)
 
 
@@ -538,6 +529,28 @@ def test_start_from_a_target_of_another_kind():
     moe = tiny_target("qwen3_moe")
     copied = start_from_target(new_drafter(moe), moe)
     assert "layers.0.self_attn.q_proj.weight" in copied and not any("mlp" in name for name in copied)
+
+
+@pytest.mark.parametrize("config", [{}, {"markov_head_type": "gated"}, {"draft_vocab_size": 24}])
+def test_head_starts_from_which_token_follows_which(config, target):
+    """Each token has one successor here: what the head says alone is that successor, sooner than any training."""
+    generator = torch.Generator().manual_seed(0)
+    after = torch.randperm(VOCABULARY, generator=generator)
+    starts = torch.randint(VOCABULARY, (200,), generator=generator).tolist()
+    examples = [{"input_ids": [0, token, int(after[token]), int(after[after[token]])], "prompt_length": 1} for token in starts]
+    drafter = new_drafter(target, markov_rank=40, **config)
+    norm = drafter.norm.weight.clone()
+    loss = start_head_from_text(drafter, target, examples)
+    assert loss < 0.5
+    torch.testing.assert_close(drafter.norm.weight, 0.2 * norm)
+    seen = torch.tensor(sorted({token for example in examples for token in example["input_ids"][1:3]}))
+    head, ids = drafter.markov_head, drafter.draft_token_ids
+    with torch.no_grad():
+        states = torch.zeros(1, len(seen), 32)
+        favourite = head.markov_w2(head(head.markov_w1(seen)[None], states))[0].argmax(-1)
+    known = torch.ones_like(seen, dtype=torch.bool) if ids is None else torch.isin(after[seen], ids)
+    favourite = favourite if ids is None else ids[favourite]
+    assert float((favourite == after[seen])[known].float().mean()) > 0.9
 
 
 # ---- the optimizer ----
@@ -652,7 +665,7 @@ def test_training_raises_acceptance_and_keeps_the_text(target, data_file, tmp_pa
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
     entry = trainer.state.log_history[-3]
     assert {"tau", "tau_greedy", "acceptance_1", "acceptance_5", "confidence_error", "confidence_bias"} <= entry.keys()
-    assert trainer.trained_anchors == entry["anchors"] == 60 * 8 * 8
+    assert trainer.trained_anchors == entry["anchors"] == 10 * 44 * 8  # ten epochs
 
     assert weights_of(target).keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in weights_of(target).items())
@@ -673,45 +686,55 @@ def test_training_raises_acceptance_and_keeps_the_text(target, data_file, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "config",
+    "config, optimizer",
     [
-        {"markov_head_type": "gated"},
-        {"markov_head_type": "rnn"},
-        {"markov_rank": 0},
-        {"sample_from_anchor": False},
-        {"enable_confidence_head": False},
-        {"draft_vocab_size": 24},
-        {"sliding_window": 4},
+        ({"markov_head_type": "gated"}, "muon"),
+        ({"markov_head_type": "rnn"}, "host"),
+        ({"markov_rank": 0}, "muon"),
+        ({"sample_from_anchor": False}, "host"),
+        ({"enable_confidence_head": False}, "muon"),
+        ({"draft_vocab_size": 24}, "host"),
+        ({"sliding_window": 4}, "muon"),
     ],
 )
-@pytest.mark.parametrize("optimizer", ["muon", "host"])
 def test_every_drafter_trains(config, optimizer, target, data_file, tmp_path):
     args = arguments(tmp_path, max_steps=8, optimizer=optimizer, learning_rate=1e-2)
     drafter, trainer = train_drafter(target, tiny_tokenizer(), [data_file], args, start=False, block_size=4, **config)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 8 and sum(losses[-2:]) < sum(losses[:2])
-    for name, parameter in drafter.named_parameters():
-        assert parameter.grad is None or torch.isfinite(parameter.grad).all(), name
+    trained = weights_of(drafter)
+    assert all(torch.isfinite(value).all() for value in trained.values())
 
 
 def test_no_confidence_loss_leaves_the_head(target, examples, tmp_path):
     drafter = new_drafter(target)
     before = weights_of(drafter)
-    DSparkTrainer(
-        drafter, target, arguments(tmp_path, max_steps=2, confidence_weight=0.0), train_dataset=examples
-    ).train()
+    DSparkTrainer(drafter, target, arguments(tmp_path, max_steps=2, confidence_weight=0.0), train_dataset=examples).train()
     changed = {name for name, value in weights_of(drafter).items() if not torch.equal(value, before[name])}
     assert changed == {name for name in before if not name.startswith("confidence_head")}
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}])
+def test_target_in_half_precision(options, examples, tmp_path):
+    """The target's dtype is not the drafter's, whose weights stay in float32 even where its products are not."""
+    target = tiny_target("qwen3", seed=2).to(torch.bfloat16)
+    drafter = new_drafter(target)
+    trainer = DSparkTrainer(drafter, target, arguments(tmp_path, max_steps=12, **options), train_dataset=examples)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert sum(losses[-3:]) < sum(losses[:3])
+    assert {parameter.dtype for parameter in drafter.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_gradient_checkpointing_and_attention_change_nothing(attention, target, examples, tmp_path):
     grads = []
-    for options in ({}, {"gradient_checkpointing": True}):
+    for checkpointing in (False, True):
         drafter = new_drafter(target, attn_implementation=attention)
-        trainer = DSparkTrainer(drafter, target, arguments(tmp_path, num_anchors=100, **options))
-        if options:
-            drafter.gradient_checkpointing_enable({"use_reentrant": False})
+        trainer = DSparkTrainer(drafter, target, arguments(tmp_path, num_anchors=100))
+        if checkpointing:
+            drafter.activation_checkpointing_enable()
+            assert drafter.is_activation_checkpointing
         trainer.block_loss(drafter.train(), collate(examples[:3], PAD)).loss.backward()
         grads.append(torch.cat([parameter.grad.flatten() for parameter in drafter.parameters()]))
     torch.testing.assert_close(*grads)
@@ -777,9 +800,10 @@ def test_a_killed_run_goes_on_where_it_was(optimizer, target, data_file, tmp_pat
     """The final weights are those of a run that nobody interrupted, though the data file has grown since."""
     settings = {"num_hidden_layers": 1, "block_size": 4, "markov_rank": 4, "draft_vocab_size": 20, "resume": True}
 
-    def run(folder, max_steps=8):
+    def run(folder):
         options = {"save_strategy": "steps", "save_steps": 3, "num_anchors": 3, "lr_scheduler_type": "cosine"}
-        args = arguments(tmp_path / folder, max_steps=max_steps, optimizer=optimizer, **options)
+        options["per_device_train_batch_size"] = 12  # four steps an epoch
+        args = arguments(tmp_path / folder, max_steps=8, optimizer=optimizer, **options)
         return train_drafter(target, tiny_tokenizer(), [data_file], args, validation_examples=0, **settings)[0]
 
     straight = run("straight")
@@ -847,68 +871,61 @@ def test_no_checkpoint_to_go_on_from(tmp_path):
 
 # ---- several processes ----
 
-_WORKER = """
+
+class KeepGradients(TrainerCallback):
+    """Takes a copy of the gradients before they are used."""
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.grads = {name: parameter.grad.clone() for name, parameter in kwargs["model"].named_parameters()}
+
+
+def one_step(folder, target, examples, batch_size, processes):
+    """Gradients of one training step, and what was logged. Called in every process."""
+    drafter, keep = new_drafter(target, markov_head_type="rnn"), KeepGradients()
+    options = {"max_steps": 1, "num_anchors": 100, "max_grad_norm": 0.0, "per_device_train_batch_size": batch_size}
+    args = arguments(folder, **options)
+    assert args.world_size == processes
+    trainer = DSparkTrainer(drafter, target, args, train_dataset=examples, eval_dataset=examples, callbacks=[keep])
+    trainer.train()
+    evaluated = trainer.evaluate()
+    logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    numbers = {"loss": logged["loss"], "tau": logged["tau"], "eval_loss": evaluated["eval_loss"]}
+    return keep.grads, numbers
+
+
+_PROCESS = """
 import sys
-sys.path[:0] = [{tests!r}, {root!r}]
+sys.path[:0] = sys.argv[1:3]
 import torch
-from pathlib import Path
-from transformers import TrainerCallback
-import test_training as t
+import test_training as tests
 
-class Keep(TrainerCallback):
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        if args.process_index == 0:
-            torch.save({{name: p.grad for name, p in model.named_parameters()}}, {folder!r} + "/grads.pt")
-
-target = t.tiny_target("qwen3", seed=2)
-drafter = t.new_drafter(target, markov_head_type="rnn", **{config!r})
-args = t.arguments({folder!r}, max_steps=1, num_anchors=100, max_grad_norm=0.0, per_device_train_batch_size={size})
-examples = torch.load({folder!r} + "/examples.pt")
-trainer = t.DSparkTrainer(drafter, target, args, train_dataset=examples, eval_dataset=examples, callbacks=[Keep()])
-assert args.world_size == {processes}
-trainer.train()
-metrics = trainer.evaluate()
-if args.process_index == 0:
-    entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
-    torch.save({{"loss": entry["loss"], "tau": entry["tau"], "eval_loss": metrics["eval_loss"]}}, {folder!r} + "/log.pt")
-if {processes} > 1:
-    torch.distributed.destroy_process_group()
+examples = torch.load(sys.argv[3] + "/examples.pt")
+grads, numbers = tests.one_step(sys.argv[3], tests.tiny_target("qwen3", seed=2), examples, 4, 2)
+if torch.distributed.get_rank() == 0:
+    torch.save((grads, numbers), sys.argv[3] + "/result.pt")
+torch.distributed.destroy_process_group()
 """
 
 
-def run_processes(folder, examples, processes, port):
-    folder.mkdir()
-    torch.save(examples, folder / "examples.pt")
-    tests = Path(__file__).parent
-    code = _WORKER.format(
-        tests=str(tests),
-        root=str(tests.parent),
-        folder=str(folder),
-        size=8 // processes,
-        processes=processes,
-        config={},
-    )
-    workers = []
-    for rank in range(processes):
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if processes > 1:
-            env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        workers.append(subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True))
-    errors = [worker.communicate(timeout=120)[1] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0] * processes, errors
-    return torch.load(folder / "grads.pt"), torch.load(folder / "log.pt")
-
-
-def test_two_processes_train_as_one(examples, tmp_path):
+def test_two_processes_train_as_one(target, examples, tmp_path):
     """Half the batch each, with blocks of their own number: the gradients are those of the whole batch."""
-    import socket
-
+    torch.save(examples[:8], tmp_path / "examples.pt")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    (one, one_log), (two, two_log) = (run_processes(tmp_path / str(n), examples[:8], n, port) for n in (1, 2))
-    assert one.keys() == two.keys()
-    for name, grad in one.items():
-        torch.testing.assert_close(two[name], grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-    assert two_log == pytest.approx(one_log, rel=1e-3)
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    tests = Path(__file__).parent
+    command = [sys.executable, "-c", _PROCESS, str(tests), str(tests.parent), str(tmp_path)]
+    workers = [
+        subprocess.Popen(
+            command, env=os.environ | address | {"RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in ("0", "1")
+    ]
+    expected, expected_numbers = one_step(tmp_path, target, examples[:8], 8, 1)
+    errors = [worker.communicate(timeout=120)[1] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(errors)
+    grads, numbers = torch.load(tmp_path / "result.pt")
+    assert grads.keys() == expected.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    assert numbers == pytest.approx(expected_numbers, rel=1e-3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import TextStreamer
 from transformers.utils import logging
@@ -36,7 +38,7 @@ def run_demo(max_new_tokens: int = 128) -> None:
     )
 
     print(f"\n> {PROMPTS[2]}\n")
-    inputs = tokenizer.apply_chat_template(
+    inputs: Any = tokenizer.apply_chat_template(
         [{"role": "user", "content": PROMPTS[2]}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

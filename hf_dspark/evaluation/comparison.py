@@ -92,9 +92,7 @@ def compare(
     ends = generate_kwargs.get("eos_token_id", config.eos_token_id)
     for start in range(0, len(prompts), batch_size):
         texts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-            )
+            tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False)
             for prompt in prompts[start : start + batch_size]
         ]
         inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)

@@ -53,9 +53,7 @@ def is_conversation(messages: Any) -> bool:
         isinstance(messages, list)
         and len(messages) > 0
         and all(
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
+            isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
             for message in messages
         )
     )

@@ -156,9 +156,7 @@ class _Chunks:
             law = law[:, self.token_ids]
         return law[place], best[place]
 
-    def loss(
-        self, rows: slice, hidden: Tensor, latents: Tensor | None, w2: Tensor | None, confidence: Tensor | None
-    ) -> Tensor:
+    def loss(self, rows: slice, hidden: Tensor, latents: Tensor | None, w2: Tensor | None, confidence: Tensor | None) -> Tensor:
         """Weighted sum of the terms over the chunk, not normalised; adds to the running sums."""
         supervised = self.supervised[rows]
         if not bool(supervised.any()):
@@ -223,8 +221,7 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden, latents, w2, confidence = inputs
         needs = [value is not None and value.requires_grad for value in inputs]
         grads = [
-            torch.zeros_like(value, dtype=torch.float32) if need else None
-            for value, need in zip(inputs, needs, strict=True)
+            torch.zeros_like(value, dtype=torch.float32) if need else None for value, need in zip(inputs, needs, strict=True)
         ]
         total = hidden.new_zeros((), dtype=torch.float32)
         for index in range(len(chunks)):

@@ -34,9 +34,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
     ):
-        super().__init__(
-            groups, {"lr": 1e-3, "momentum": momentum, "betas": betas, "weight_decay": weight_decay, "eps": 1e-8}
-        )
+        super().__init__(groups, {"lr": 1e-3, "momentum": momentum, "betas": betas, "weight_decay": weight_decay, "eps": 1e-8})
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
@@ -67,9 +65,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         state["mean"].lerp_(parameter.grad, 1 - beta1)
         state["square"].lerp_(parameter.grad.square(), 1 - beta2)
         bias1, bias2 = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
-        parameter.addcdiv_(
-            state["mean"], (state["square"] / bias2).sqrt_().add_(group["eps"]), value=-group["lr"] / bias1
-        )
+        parameter.addcdiv_(state["mean"], (state["square"] / bias2).sqrt_().add_(group["eps"]), value=-group["lr"] / bias1)
 
 
 def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:

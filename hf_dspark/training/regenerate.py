@@ -161,9 +161,7 @@ def _by_length(requests: list[Request], window: int) -> Iterator[Request]:
     runs backwards, so that there is no jump from the longest to the shortest.
     """
     for start in range(0, len(requests), window):
-        part = sorted(
-            requests[start : start + window], key=lambda request: (len(request.prompt_ids), request.prompt_ids)
-        )
+        part = sorted(requests[start : start + window], key=lambda request: (len(request.prompt_ids), request.prompt_ids))
         yield from part if (start // window) % 2 == 0 else reversed(part)
 
 

@@ -62,9 +62,7 @@ def train_drafter(
     """
     set_seed(args.seed)
     examples = [
-        example
-        for path in data
-        for example in read_examples(path, tokenizer, max_sequence_length, chat_template_kwargs)
+        example for path in data for example in read_examples(path, tokenizer, max_sequence_length, chat_template_kwargs)
     ]
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(args.seed)).tolist()
     examples = [examples[i] for i in order]
@@ -103,9 +101,7 @@ def last_checkpoint(folder: str | Path) -> str | None:
     return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2]))) if complete else None
 
 
-def find_mask_token(
-    tokenizer: PreTrainedTokenizerBase, examples: Iterable[dict[str, Any]], config: PreTrainedConfig
-) -> int:
+def find_mask_token(tokenizer: PreTrainedTokenizerBase, examples: Iterable[dict[str, Any]], config: PreTrainedConfig) -> int:
     """An added special token that no example uses and that is neither unknown, pad, bos nor eos.
 
     Args:

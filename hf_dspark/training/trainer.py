@@ -56,6 +56,8 @@ class DSparkTrainingArguments(TrainingArguments):
         super().__post_init__()
         self.remove_unused_columns = False  # the columns are not arguments of the drafter's forward
         self.label_names = []
+        if not torch.accelerator.is_available():  # there is nothing to pin for, and PyTorch would say so at every start
+            self.dataloader_pin_memory = False
         if self.ddp_find_unused_parameters is None:
             # All parameters are used, but the heads outside of the wrapped forward: a search from there misses them.
             self.ddp_find_unused_parameters = False
@@ -115,7 +117,7 @@ class DSparkTrainer(Trainer):
         output = self.block_loss(model, inputs)
         if not torch.isfinite(output.loss):
             raise FloatingPointError(
-                f"the loss is {float(output.loss)} at step {self.state.global_step}, on a batch of "
+                f"the loss is {float(output.loss.detach())} at step {self.state.global_step}, on a batch of "
                 f"{tuple(inputs['input_ids'].shape)} tokens that starts with {inputs['input_ids'][0, :8].tolist()}. "
                 "Lower the learning rate or train in float32; the last checkpoint is untouched."
             )
@@ -221,9 +223,7 @@ class DSparkTrainer(Trainer):
 class _StopAtBadGradient(TrainerCallback):
     """Stops before a gradient that is not finite reaches the weights, and with them the next checkpoint."""
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ):
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         grads = [parameter.grad for parameter in kwargs["model"].parameters() if parameter.grad is not None]
         if not torch.isfinite(nn.utils.get_total_norm(grads)):
             raise FloatingPointError(

@@ -1,0 +1,150 @@
+"""The command line: help for every command, one run of each, and one line where something is wrong. Without `demo`."""
+
+import json
+import sys
+
+import pytest
+from tiny import MASK, tiny_drafter, tiny_target
+from tiny_tokenizer import text, tiny_tokenizer
+from typer.testing import CliRunner
+
+from hf_dspark import DSparkDraftModel, LoadProfile, cli
+
+COMMANDS = ("demo", "train", "regenerate", "profile")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A target with its tokenizer, a drafter for it, and prompts."""
+    path = tmp_path_factory.mktemp("models")
+    target = tiny_target(seed=1)
+    target.save_pretrained(path / "target")
+    tiny_tokenizer().save_pretrained(path / "target")
+    tiny_drafter(target).save_pretrained(path / "drafter")
+    prompts = [text([7 + n, 30, 9]) for n in range(12)]
+    (path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return path
+
+
+@pytest.fixture
+def answers(folder, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    lines = [
+        {"messages": [{"role": "user", "content": text([7 + n])}, {"role": "assistant", "content": text([8, 9, 10 + n])}]}
+        for n in range(12)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def invoke(*arguments):
+    """Output of a command that must succeed."""
+    result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+def failure(monkeypatch, capsys, *arguments):
+    """The one line that a failing command says."""
+    monkeypatch.setattr(sys, "argv", ["hf-dspark", *(str(argument) for argument in arguments)])
+    monkeypatch.delenv("HF_DSPARK_DEBUG", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hf-dspark: ")]
+    assert len(lines) == 1
+    return lines[0].removeprefix("hf-dspark: ")
+
+
+def test_help():
+    output = invoke("--help")
+    assert all(command in output for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command(command):
+    output = invoke(command, "--help")
+    assert f"Example: hf-dspark {command} " in output
+    assert "HF_" not in output
+
+
+def test_train(folder, answers, tmp_path):
+    output = tmp_path / "drafter"
+    printed = invoke(
+        "train", "--data", answers, "--output", output, "--target", folder / "target", "--steps", 2, "--batch-size", 2,
+        "--num-anchors", 2, "--layers", 1, "--block-size", 3, "--markov-rank", 4, "--head", "rnn", "--save-every", 1,
+        "--draft-vocabulary", 20,
+    )  # fmt: skip
+    assert f"Drafter saved to {output}." in printed
+    drafter = DSparkDraftModel.from_pretrained(output)
+    config = drafter.config
+    assert (config.num_hidden_layers, config.block_size, config.markov_rank, config.markov_head_type) == (1, 3, 4, "rnn")
+    assert (config.draft_vocab_size, config.mask_token_id) == (20, MASK)
+    assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
+
+    again = tmp_path / "again"
+    invoke(
+        "train", "--data", answers, "--output", again, "--target", folder / "target", "--drafter", output,
+        "--steps", 1, "--batch-size", 2, "--optimizer", "host",
+    )  # fmt: skip
+    assert DSparkDraftModel.from_pretrained(again).config.markov_head_type == "rnn"
+
+
+def test_regenerate(folder, tmp_path):
+    output = tmp_path / "answers.jsonl"
+    arguments = ["regenerate", "--prompts", folder / "prompts.jsonl", "--output", output, "--target", folder / "target"]
+    arguments += ["--max-new-tokens", 5, "--batch-size", 4]
+    assert f"12 answers added to {output}." in invoke(*arguments)
+    assert f"12 answers added to {output}." in invoke(*arguments, "--samples", 2, "--temperature", 0)
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [record["temperature"] for record in records] == [1.0] * 12 + [0.0] * 12
+    assert all(1 <= len(record["answer_ids"]) <= 5 for record in records)
+
+
+def test_profile(folder, tmp_path):
+    output = tmp_path / "load_profile.json"
+    arguments = ["--target", folder / "target", "--drafter", folder / "drafter", "--context-length", 16]
+    printed = invoke("profile", "--output", output, *arguments)
+    measured = LoadProfile.load(output)
+    milliseconds = json.loads(printed.strip().splitlines()[-1])
+    assert milliseconds.keys() == {str(size) for size in measured.steps_per_second}
+    assert milliseconds["1"] == pytest.approx(1e3 * measured.step_seconds(1), abs=0.01)
+    assert measured.draft_seconds > 0
+
+
+def test_failures_say_one_line(folder, answers, tmp_path, monkeypatch, capsys):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": 7}\n')
+    output, target = tmp_path / "out.jsonl", folder / "target"
+
+    def fails(*arguments):
+        return failure(monkeypatch, capsys, *arguments)
+
+    regenerate = ("regenerate", "--output", output, "--target")
+    assert f'{bad}, line 1: expected {{"prompt": "..."}}' in fails(*regenerate, target, "--prompts", bad)
+    assert "missing.jsonl" in fails(*regenerate, target, "--prompts", tmp_path / "missing.jsonl")
+    assert "no/target" in fails(*regenerate, "no/target", "--prompts", bad)
+    train = ("train", "--output", output, "--target", target, "--data", answers)
+    assert f"{bad}, line 1: expected" in fails(*train, "--data", bad)
+    assert "`mask_token_id` 8 ('w8') occurs in the training text" in fails(*train, "--mask-token-id", 8)
+    assert "`draft_vocab_size` must lie between 1 and `vocab_size` (48)" in fails(*train, "--draft-vocabulary", 99)
+    nowhere = tmp_path / "nowhere"
+    assert str(nowhere) in fails(*train, "--drafter", nowhere)
+    assert str(nowhere) in fails("profile", "--output", output, "--target", target, "--drafter", nowhere)
+    assert not output.exists()
+
+
+def test_options_out_of_range_are_refused(folder, answers, tmp_path):
+    for arguments in (("--steps", "0"), ("--head", "other"), ("--optimizer", "adam"), ("--markov-rank", "-1")):
+        command = ["train", "--data", str(answers), "--output", str(tmp_path / "out"), *arguments]
+        result = CliRunner().invoke(cli.app, command)
+        assert result.exit_code == 2 and arguments[0] in result.output
+
+
+def test_debug_shows_the_traceback(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DSPARK_DEBUG", "1")
+    command = ["hf-dspark", "regenerate", "--output", "x", "--target", str(folder / "target"), "--prompts", "missing.jsonl"]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        cli.main()
