@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModel
 
 from .candidate_generator import CandidateBlock, DSparkCandidateGenerator
 from .configuration_dspark import DSparkConfig
+from .errors import CheckpointError
 from .hooks import install, uninstall
 from .load_profile import LoadProfile
 from .modeling_dspark import DSparkDraftModel
@@ -23,6 +24,7 @@ install()
 
 __all__ = [
     "CandidateBlock",
+    "CheckpointError",
     "DSparkCandidateGenerator",
     "DSparkConfig",
     "DSparkDraftModel",

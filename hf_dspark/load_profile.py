@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
@@ -100,6 +100,12 @@ class LoadProfile:
             ("_slopes", slopes),
         ):
             object.__setattr__(self, name, value)  # the dataclass is frozen
+
+    @overload
+    def step_seconds(self, batch_tokens: int, requests: int | None = None) -> float: ...
+
+    @overload
+    def step_seconds(self, batch_tokens: Tensor, requests: int | None = None) -> Tensor: ...
 
     def step_seconds(self, batch_tokens: int | Tensor, requests: int | None = None) -> float | Tensor:
         """Seconds of one target step, 1 / SPS(B), without the drafting.
@@ -213,7 +219,8 @@ class LoadProfile:
             return cls(steps)
 
         prompt = tokens[:, :context]
-        mode, drafter.scheduling = drafter.scheduling, "full"  # a draft in every round, whatever the profile so far
+        draft_model: Any = drafter
+        mode, draft_model.scheduling = drafter.scheduling, "full"  # a draft in every round, whatever the profile so far
         try:
             for _ in range(2):  # the first warms up; the statistics are those of the latest
                 target.generate(
@@ -225,8 +232,8 @@ class LoadProfile:
                     do_sample=False,
                 )
         finally:
-            drafter.scheduling = mode
-        counts: Any = drafter.statistics  # typed as a module's attribute
+            draft_model.scheduling = mode
+        counts = draft_model.statistics
         return cls(steps, (counts.seconds["draft"] + counts.seconds["head"]) / counts.drafts)
 
     def save(self, path: str | os.PathLike) -> None:

@@ -9,6 +9,7 @@ with the prefix that plain decoding would have shown them.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,9 +79,9 @@ class RowProcessors:
                     "without `assistant_model`, or without the option that adds it (`guidance_scale`, `watermarking_config` "
                     "of SynthID, ...)."
                 )
-        self.processors = processors
+        self.processors: Any = processors
         self.scores_only = all(type(processor) in _SCORES_ONLY for processor in processors)
-        self._of_rows = [processors]
+        self._of_rows: list[Any] = [processors]
         if batch_size > 1 and not self.scores_only:
             self._of_rows = [
                 LogitsProcessorList(_of_row(processor, row, batch_size) for processor in processors)
@@ -139,7 +140,7 @@ class RowProcessors:
         return scores
 
 
-def _of_row(processor: LogitsProcessor, row: int, batch_size: int) -> LogitsProcessor:
+def _of_row(processor: Any, row: int, batch_size: int) -> LogitsProcessor:
     """The processor as one row of the batch meets it, to be called with that row alone."""
     if isinstance(processor, _SCORES_ONLY + _PREFIX_ONLY):
         return processor

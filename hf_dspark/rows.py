@@ -6,7 +6,7 @@ asked about every prefix, and a row ends at the first token that any of them acc
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, 
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
-from transformers.utils import ModelOutput
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
 class Rows:
@@ -154,7 +154,7 @@ class Rows:
 
     def record(
         self,
-        outputs: ModelOutput,
+        outputs: CausalLMOutputWithPast,
         running: list[int],
         slots: list[int],
         scores: Tensor,
@@ -165,7 +165,7 @@ class Rows:
         """Keeps what `return_dict_in_generate` asked for: one entry per token of each row.
 
         Args:
-            outputs (`ModelOutput`): of the forward; `attentions` and `hidden_states` are read if asked for.
+            outputs (`CausalLMOutputWithPast`): of the forward; `attentions` and `hidden_states` are read if asked for.
             running (list of N `int`s): row of each place in the forward.
             slots (list of N `int`s): slot of each row's first query whose logits are given.
             scores, logits (`torch.Tensor` of shape `(N, Q, V)`): processed and raw.
@@ -205,7 +205,7 @@ class Rows:
             )
             for name, rows in self._records.items()
         }
-        return GenerateDecoderOnlyOutput(sequences=sequences, cache=cache, **recorded)
+        return GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, sequences), cache=cache, **recorded)
 
 
 def _visible(weights: Tensor, end: int, window: int | None) -> Tensor:

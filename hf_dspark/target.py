@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.utils import ModelOutput, logging
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import logging
 
 from .cache import RowLayout, SlotCache, format_mask, slot_ranges
 
@@ -109,7 +110,7 @@ class TargetForward:
 
     def prefill(
         self, input_ids: Tensor, observe: Callable[[tuple[Tensor, ...], list[int], list[int]], None]
-    ) -> ModelOutput:
+    ) -> CausalLMOutputWithPast:
         """Runs the part of the prompt that is not in the cache yet.
 
         Args:
@@ -118,7 +119,7 @@ class TargetForward:
             observe (callable): gets the captured states, first slots and counts of each chunk.
 
         Returns:
-            `ModelOutput`: of the last chunk; its last logits are those of the first new token.
+            `CausalLMOutputWithPast`: of the last chunk; its last logits are those of the first new token.
         """
         embeds: Tensor | None = self.model_kwargs.get("inputs_embeds")
         attention_mask, position_ids = (self.model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
@@ -154,7 +155,7 @@ class TargetForward:
 
     # ---- verification ----
 
-    def verify(self, sequences: list[Tensor], tokens: Tensor, slots: list[int]) -> ModelOutput:
+    def verify(self, sequences: list[Tensor], tokens: Tensor, slots: list[int]) -> CausalLMOutputWithPast:
         """One forward over anchor and draft of every row.
 
         Args:
@@ -163,7 +164,7 @@ class TargetForward:
             slots (`list[int]`): slot of each anchor.
 
         Returns:
-            `ModelOutput` with `logits` `(R, 1 + L, V)` and the captured `hidden_states`.
+            `CausalLMOutputWithPast` with `logits` `(R, 1 + L, V)` and the captured `hidden_states`.
         """
         length = tokens.shape[1]
         token_slots = slot_ranges(slots, length, tokens.device)  # (R, Q)
@@ -218,7 +219,7 @@ class TargetForward:
             return build("chunked_attention")
         return build("full_attention" if window is None else "sliding_attention")
 
-    def _call(self, inputs: dict[str, Any]) -> ModelOutput:
+    def _call(self, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
         inputs["output_hidden_states"] = self._capture
         if self._output_attentions:
             inputs["output_attentions"] = True

@@ -16,7 +16,7 @@ from tiny import (
 )
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from hf_dspark import DSparkCandidateGenerator, LoadProfile
+from hf_dspark import DSparkCandidateGenerator, LoadProfile, scheduling
 
 PROMPTS = {"one row": [5], "three rows": [2, 7, 4]}
 MODES = ("full", "threshold", "early_stop", "two_step", "presampled", None)
@@ -166,6 +166,42 @@ def test_last_row_goes_on_alone(last):
     plain = generate(target, inputs, **options)
     assert (plain[:, prompt_length + 4] == PAD).tolist() == [row != last for row in range(3)]
     assert torch.equal(generate(target, inputs, drafter, **options), plain)
+
+
+@pytest.mark.parametrize("mode", ["threshold", "early_stop", "two_step", "presampled", None])
+def test_lengths_are_those_of_the_schedule(mode, monkeypatch):
+    """Every round, from the confidences of that round; a finished row that stays for its cache takes nobody's place."""
+    target = tiny_target("qwen3")
+    drafter = tiny_drafter(target)
+    drafter.load_profile, drafter.scheduling = jagged_profile(), mode
+    propose, rounds = DSparkCandidateGenerator.propose, []
+
+    def recording(self, sequences, rows, slots, limits):
+        block = propose(self, sequences, rows, slots, limits)
+        if block is not None:
+            room = torch.tensor(limits).clamp(max=drafter.config.num_draft_tokens)
+            places = torch.arange(block.confidence.shape[1])
+            rounds.append((block.lengths, block.confidence.where(places < room[:, None], 0.0), room))
+        return block
+
+    monkeypatch.setattr(DSparkCandidateGenerator, "propose", recording)
+    inputs = padded_prompts([2, 7, 4])
+    end = int(generate(target, inputs)[1, 7 + 6])
+    generate(target, inputs, drafter, eos_token_id=end, return_dict_in_generate=True)
+    assert any(0 in room.tolist() for _, _, room in rounds) and len(rounds) > 4
+    for number, (lengths, confidence, room) in enumerate(rounds):
+        if mode == "threshold":
+            expected = scheduling.threshold(confidence, drafter.confidence_threshold)
+        elif mode == "early_stop":
+            expected = scheduling.early_stop(confidence, drafter.load_profile)
+        elif mode == "two_step":
+            capacity = confidence.numel()
+            if number >= 2:
+                capacity = scheduling.capacity(rounds[number - 2][1], drafter.load_profile)
+            expected = scheduling.within_capacity(confidence, capacity)
+        else:
+            expected = scheduling.global_search(confidence, drafter.load_profile)
+        assert lengths.tolist() == expected.minimum(room).tolist(), f"round {number}"
 
 
 def test_drafting_pauses_where_it_does_not_pay():

@@ -92,7 +92,7 @@ def allowed_tokens(prompts):
 
 PROCESSORS = {
     "repetition_penalty": lambda text: {"repetition_penalty": 1.8},
-    "no_repeat_ngram_size": lambda text: {"no_repeat_ngram_size": 2},
+    "no_repeat_ngram_size": lambda text: {"no_repeat_ngram_size": 1},
     "min_new_tokens": lambda text: {"min_new_tokens": 10, "eos_token_id": text[3]},
     "min_length": lambda text: {"min_length": 15, "eos_token_id": text[3]},
     "bad_words_ids": lambda text: {"bad_words_ids": [[text[2]], [text[5], text[6]]]},

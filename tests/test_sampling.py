@@ -39,7 +39,7 @@ def drafter_for(target, mode=None, **config):
         head.proj.bias.fill_(0.0)
         head.proj.weight.mul_(0.1)
         if head.with_markov:
-            head.proj.weight[0, drafter.config.hidden_size :] = torch.tensor([2.2, -4.0, 2.2, -4.0])
+            head.proj.weight[0, drafter.config.hidden_size :] = torch.tensor([2.2, -4.0, -4.0, 2.2])
     return drafter
 
 
@@ -178,6 +178,28 @@ def test_rows_that_share_a_budget(target, mode):
         assert p_value(tally(texts[:, :, place], 3), together) > IMPOSSIBLE
 
 
+def test_presampled_confidence_sees_no_sampled_token(target, monkeypatch):
+    """From the same context it is the same, whatever is drawn; the head's usual reading is not."""
+    propose, seen = DSparkCandidateGenerator.propose, {}
+
+    def recording(self, *arguments):
+        block = propose(self, *arguments)
+        if block is not None:  # the context is the text so far
+            values = tuple(round(value, 3) for value in block.confidence[0].tolist())
+            seen.setdefault(tuple(arguments[0][0].tolist()), set()).add(values)
+        return block
+
+    monkeypatch.setattr(DSparkCandidateGenerator, "propose", recording)
+    for mode, depends in (("presampled", False), ("threshold", True)):
+        seen.clear()
+        drafter = drafter_for(target, mode)
+        drafter.load_profile = profile(rows=1)
+        for seed in range(20):
+            torch.manual_seed(seed)
+            generate(target, PROMPT, drafter, max_new_tokens=5)
+        assert (max(len(values) for values in seen.values()) > 1) == depends
+
+
 # ---- negative controls: what must be found out ----
 
 
@@ -188,7 +210,7 @@ HALF = {"confidence_temperatures": [100.0, 1.0, 1.0]}
 
 def one_row_at_a_time(target, drafter):
     """p-value of the first drafted token, each text a call of its own: no batch dilutes a decision."""
-    texts, _ = sample(target, drafter, rows=1, calls=250, tokens=2)
+    texts, _ = sample(target, drafter, rows=1, calls=200, tokens=2)
     return p_value(tally(texts, 2).sum(0), law(target, PROMPT[0], tokens=2).sum(0))
 
 

@@ -16,7 +16,6 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,7 +30,8 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.utils import logging
+
+from ..formats.files import progress_bars_off
 
 MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -94,7 +94,7 @@ def _load_from_package(gguf: Path, dtype: torch.dtype) -> tuple[PreTrainedModel,
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     folder = _cache_root() / f"smollm2_135m_instruct_{str(dtype).removeprefix('torch.')}_{digest[:16]}"
-    with _progress_bars_off():
+    with progress_bars_off():
         loaded = _read_cache(folder, dtype)
         if loaded is None:
             loaded = _unpack(gguf, dtype)
@@ -149,15 +149,3 @@ def _write_cache(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToke
         os.replace(partial, folder)
     except (OSError, SafetensorError):  # no space left, or another process was first
         shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _progress_bars_off() -> Iterator[None]:
-    """Silences transformers' progress bars and leaves the switch as it was found."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
