@@ -45,9 +45,7 @@ def main() -> None:
     for batch_size in arguments.batch_sizes:
         for start in range(0, len(prompts), batch_size):
             texts = [
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-                )
+                tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False)
                 for prompt in prompts[start : start + batch_size]
             ]
             inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
@@ -62,9 +60,7 @@ def main() -> None:
                     for row in range(len(plain))
                 )
                 lengths.setdefault(key, []).append(drafter.statistics.tau)
-    results = {
-        key: dict(counter) | {"tau": round(sum(lengths[key]) / len(lengths[key]), 3)} for key, counter in counts.items()
-    }
+    results = {key: dict(counter) | {"tau": round(sum(lengths[key]) / len(lengths[key]), 3)} for key, counter in counts.items()}
     for key, counter in results.items():
         print(f"{key:<24} {counter}")
     report = {"prompts": len(prompts), "max_new_tokens": arguments.max_new_tokens, "threads": torch.get_num_threads()}

@@ -1,6 +1,6 @@
 """Writes the README's speed table from the benchmark's JSON.
 
-    python benchmarks/table.py            # rewrites README.md between its markers
+python benchmarks/table.py            # rewrites README.md between its markers
 """
 
 from __future__ import annotations

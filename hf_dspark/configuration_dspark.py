@@ -166,9 +166,7 @@ class DSparkConfig(PreTrainedConfig):
     def validate_special_tokens(self):
         """The mask token is a token of its own."""
         if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(
-                f"`mask_token_id` must lie below `vocab_size` ({self.vocab_size}), got {self.mask_token_id}."
-            )
+            raise ValueError(f"`mask_token_id` must lie below `vocab_size` ({self.vocab_size}), got {self.mask_token_id}.")
         eos = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
         for name, ids in (("pad", [self.pad_token_id]), ("bos", [self.bos_token_id]), ("eos", eos)):
             if self.mask_token_id in ids:

@@ -314,8 +314,7 @@ def _fields(content: Any) -> dict:
         seconds[max(seconds) + 1] = seconds[max(seconds)]
         return {
             "steps_per_second": {
-                size: 1 / _number(f"bias_seconds + theta_seconds({size})", value, "positive")
-                for size, value in seconds.items()
+                size: 1 / _number(f"bias_seconds + theta_seconds({size})", value, "positive") for size, value in seconds.items()
             },
             "request_seconds": _points(content, "bs_probes", "alpha_seconds"),
         }

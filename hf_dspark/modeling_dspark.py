@@ -88,9 +88,7 @@ class DSparkAttention(nn.Module):
 
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
-        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, _ = attend(
             self,
             queries,
@@ -384,6 +382,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self.d2t.copy_(token_ids - torch.arange(size, device=token_ids.device))
         self.t2d.zero_()
         self.t2d[token_ids] = True
+        object.__setattr__(self, "_target", None)  # its rows of the head were those of the old vocabulary
 
     def calibrated(self, confidence_logits: Tensor) -> Tensor:
         """c_k from the logits of the confidence head, `(..., L)` for the first L positions, after temperature scaling."""

@@ -49,9 +49,7 @@ class Profitability:
             return
         requests = max(self._profile.requests(), rows)
         load = requests / rows  # the other requests are taken to be like these rows
-        step, plain = (
-            self._profile.step_seconds(round(load * tokens), requests) for tokens in (rows + verified, rows)
-        )
+        step, plain = (self._profile.step_seconds(round(load * tokens), requests) for tokens in (rows + verified, rows))
         seconds = self._profile.draft_seconds + step
         self._tokens = _MEMORY * self._tokens + committed
         self._seconds = _MEMORY * self._seconds + seconds
@@ -74,7 +72,5 @@ class Profitability:
         """
         return [
             (accepted + 1.6) / (reached + 2)
-            for accepted, reached in zip(
-                statistics.accepted_per_position, statistics.reached_per_position, strict=True
-            )
+            for accepted, reached in zip(statistics.accepted_per_position, statistics.reached_per_position, strict=True)
         ]

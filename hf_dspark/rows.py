@@ -92,8 +92,7 @@ class Rows:
         self._retire()
         self._stream()
         return [
-            None if before is None else len(self.sequences[row]) - before
-            for row, before in zip(running, lengths, strict=True)
+            None if before is None else len(self.sequences[row]) - before for row, before in zip(running, lengths, strict=True)
         ]
 
     def _stop(self, row: int, ids: Tensor, before: int, new: list[int]) -> int:

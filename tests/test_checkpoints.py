@@ -193,9 +193,7 @@ def test_deepspec_dflash_is_anchor_first_without_heads(tmp_path, target):
 
 
 def test_deepspec_ignores_what_describes_the_target(tmp_path, target):
-    write_deepspec(
-        tmp_path / "d", make_drafter(), target, model_type="qwen3", num_anchors="many", sliding_window=4096, foo=[1]
-    )
+    write_deepspec(tmp_path / "d", make_drafter(), target, model_type="qwen3", num_anchors="many", sliding_window=4096, foo=[1])
     config, tensors, notes = read_checkpoint(tmp_path / "d")
     assert config.sliding_window is None and config.model_type == "hf_dspark" and notes == []
     assert not any(name.startswith(("embed_tokens", "lm_head")) for name in tensors)

@@ -51,7 +51,5 @@ def test_sampling_accepts_too(smollm2, drafter):
     target, tokenizer = smollm2
     drafter.scheduling = "full"
     torch.manual_seed(0)
-    target.generate(
-        **_inputs(tokenizer, PROMPTS[:1]), max_new_tokens=32, do_sample=True, top_k=50, assistant_model=drafter
-    )
+    target.generate(**_inputs(tokenizer, PROMPTS[:1]), max_new_tokens=32, do_sample=True, top_k=50, assistant_model=drafter)
     assert 0 < drafter.statistics.accepted < drafter.statistics.scheduled

@@ -25,6 +25,7 @@ from transformers.generation import CandidateGenerator, logits_process
 from transformers.masking_utils import create_masks_for_generate
 
 import hf_dspark
+from hf_dspark import DSparkCandidateGenerator
 
 NAMES = ("_assisted_decoding", "_get_candidate_generator")
 
@@ -83,7 +84,7 @@ def test_stock_loop_drafts_like_ours(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "config, options", [({}, {}), ({"draft_token_ids": [0, 1, 3]}, {"temperature": 0.7, "repetition_penalty": 1.5})]
+    "config, options", [({}, {"repetition_penalty": 1.5}), ({"draft_token_ids": [0, 1, 3]}, {"temperature": 0.7})]
 )
 def test_stock_loop_sampling(stock_loop, config, options):
     target = tiny_target("qwen3", seed=1, vocab_size=4, num_hidden_layers=2)
@@ -103,6 +104,35 @@ def test_stock_loop_sampling(stock_loop, config, options):
     counts = tally(torch.cat(texts), 3)
     for others in ([0, 1], [0, 2], [2]):
         assert p_value(counts.sum(others), exact.sum(others)) > IMPOSSIBLE
+
+
+def test_stock_loop_is_told_the_law_of_a_reduced_vocabulary(stock_loop, monkeypatch):
+    """Over the whole vocabulary, what the drafter cannot say is impossible, and the rest is what it drew from."""
+    target, kept = tiny_target(), [*range(4, 30), 35, 40]
+    drafter = tiny_drafter(target, draft_token_ids=kept)
+    propose, get_candidates = DSparkCandidateGenerator.propose, DSparkCandidateGenerator.get_candidates
+    blocks, told = [], []
+
+    def recording_propose(self, *arguments):
+        blocks.append(propose(self, *arguments))
+        return blocks[-1]
+
+    def recording_candidates(self, *arguments, **options):
+        candidates, logits = get_candidates(self, *arguments, **options)
+        if logits is not None:
+            told.append((blocks[-1], logits))
+        return candidates, logits
+
+    monkeypatch.setattr(DSparkCandidateGenerator, "propose", recording_propose)
+    monkeypatch.setattr(DSparkCandidateGenerator, "get_candidates", recording_candidates)
+    torch.manual_seed(0)
+    inputs = padded_prompts([4])
+    target.generate(**inputs, do_sample=True, assistant_model=drafter, max_new_tokens=12, eos_token_id=None)
+    assert told
+    others = [token for token in range(48) if token not in kept]
+    for block, logits in told:
+        assert torch.equal(logits[..., kept], block.logits)
+        assert logits[..., others].isneginf().all()
 
 
 # ---- everybody else ----

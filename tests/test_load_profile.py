@@ -169,9 +169,7 @@ def test_save_and_load_give_the_same_profile(tmp_path):
 
 
 def test_numbers_of_numpy_are_taken_and_saved(tmp_path):
-    profile = LoadProfile(
-        {np.int64(2): np.float32(4.0)}, np.float32(0.5), np.int64(3), request_seconds={np.int64(1): 0}
-    )
+    profile = LoadProfile({np.int64(2): np.float32(4.0)}, np.float32(0.5), np.int64(3), request_seconds={np.int64(1): 0})
     profile.save(tmp_path / "profile.json")
     assert LoadProfile.load(tmp_path / "profile.json") == profile == LoadProfile({2: 4.0}, 0.5, 3, "linear", {1: 0.0})
 
@@ -200,9 +198,7 @@ def test_a_failed_save_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, s
     before = path.read_bytes()
     profile = LoadProfile(JAGGED, concurrent_requests=fail if step == "load" else 1)
     if step != "load":
-        monkeypatch.setattr(
-            {"dumps": "json.dumps", "write": "pathlib.Path.write_text", "replace": "os.replace"}[step], fail
-        )
+        monkeypatch.setattr({"dumps": "json.dumps", "write": "pathlib.Path.write_text", "replace": "os.replace"}[step], fail)
     with pytest.raises(OSError, match="no space left"):
         profile.save(path)
     assert path.read_bytes() == before

@@ -1,6 +1,5 @@
 """Every option of `generate` means the same with a drafter as without: processors, stops, streams, outputs, caches."""
 
-import copy
 import re
 from types import SimpleNamespace
 
@@ -57,7 +56,7 @@ def inputs(request):
 
 
 def generate(target, inputs, drafter=None, **options):
-    options = {"max_new_tokens": 18, "do_sample": False, "pad_token_id": PAD} | options
+    options = {"max_new_tokens": 18, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD} | options
     return target.generate(**inputs, assistant_model=drafter, **options)
 
 
@@ -100,7 +99,7 @@ PROCESSORS = {
     "suppress_tokens": lambda text: {"suppress_tokens": [text[2], text[8]]},
     "begin_suppress_tokens": lambda text: {"begin_suppress_tokens": [text[0]]},
     "forced_eos_token_id": lambda text: {"forced_eos_token_id": EOS},
-    "exponential_decay": lambda text: {"exponential_decay_length_penalty": (3, 1.5)},
+    "exponential_decay": lambda text: {"exponential_decay_length_penalty": (3, 1.5), "eos_token_id": EOS},
     "encoder_repetition_penalty": lambda text: {"encoder_repetition_penalty": 5.0},
     "encoder_no_repeat_ngram_size": lambda text: {"encoder_no_repeat_ngram_size": 1},
     "watermarking": lambda text: {"watermarking_config": WatermarkingConfig(bias=3.0)},
@@ -115,7 +114,7 @@ PROCESSORS = {
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_logits_processors(target, drafter, inputs, name):
-    text = new_tokens(inputs, generate(target, inputs, eos_token_id=None))[0].tolist()
+    text = new_tokens(inputs, generate(target, inputs))[0].tolist()
     options = PROCESSORS[name](text)
     plain = generate(target, inputs, **options)
     unchanged = generate(target, inputs, eos_token_id=options.get("eos_token_id"))[:, : plain.shape[1]]
@@ -125,7 +124,7 @@ def test_logits_processors(target, drafter, inputs, name):
 
 
 def test_allowed_tokens_depend_on_the_row(target, drafter, inputs):
-    options = {"prefix_allowed_tokens_fn": allowed_tokens(inputs["input_ids"]), "eos_token_id": None}
+    options = {"prefix_allowed_tokens_fn": allowed_tokens(inputs["input_ids"])}
     plain = generate(target, inputs, **options)
     assert torch.equal(generate(target, inputs, drafter, **options), plain)
     assert_some_accepted(drafter)
@@ -140,17 +139,17 @@ def test_forced_first_token(target, drafter):
 
 def test_processors_with_a_reduced_vocabulary(target, inputs):
     drafter = tiny_drafter(target, draft_token_ids=[token for token in range(48) if token % 4])
-    options = {"repetition_penalty": 1.3, "suppress_tokens": [5, 6], "eos_token_id": None}
+    options = {"repetition_penalty": 1.3, "suppress_tokens": [5, 6]}
     assert torch.equal(generate(target, inputs, drafter, **options), generate(target, inputs, **options))
     assert_some_accepted(drafter)
     # Nothing the drafter could say is allowed.
-    options = {"suppress_tokens": [token for token in range(48) if token % 4], "eos_token_id": None}
+    options = {"suppress_tokens": [token for token in range(48) if token % 4]}
     assert torch.equal(generate(target, inputs, drafter, **options), generate(target, inputs, **options))
 
 
 @pytest.mark.parametrize("extra", [{}, {"temperature": 0.7, "top_p": 0.9}, {"repetition_penalty": 1.4, "min_p": 0.05}])
 def test_sampling_from_one_choice_is_greedy(target, drafter, inputs, extra):
-    options = {"do_sample": True, "top_k": 1, "eos_token_id": None} | extra
+    options = {"do_sample": True, "top_k": 1} | extra
     assert torch.equal(generate(target, inputs, drafter, **options), generate(target, inputs, **options))
     assert drafter.statistics.accepted
 
@@ -188,7 +187,7 @@ class StopsAtUnsureToken(StoppingCriteria):
 
 @pytest.mark.parametrize("place", [0, 1, 6, 17])
 def test_end_token(target, drafter, inputs, place):
-    new = new_tokens(inputs, generate(target, inputs, eos_token_id=None))
+    new = new_tokens(inputs, generate(target, inputs))
     for ends in (int(new[0, place]), [EOS, int(new[0, place]), int(new[-1, 9])]):
         plain = generate(target, inputs, eos_token_id=ends)
         assert torch.equal(generate(target, inputs, drafter, eos_token_id=ends), plain)
@@ -197,14 +196,14 @@ def test_end_token(target, drafter, inputs, place):
 def test_lengths(target, drafter, inputs):
     prompt_length = inputs["input_ids"].shape[1]
     for count in (1, 2, 5, 6, 7):
-        plain = generate(target, inputs, max_new_tokens=count, eos_token_id=None)
+        plain = generate(target, inputs, max_new_tokens=count)
         assert plain.shape[1] == prompt_length + count
-        assert torch.equal(generate(target, inputs, drafter, max_new_tokens=count, eos_token_id=None), plain)
-        options = {"max_new_tokens": None, "max_length": prompt_length + count, "eos_token_id": None}
+        assert torch.equal(generate(target, inputs, drafter, max_new_tokens=count), plain)
+        options = {"max_new_tokens": None, "max_length": prompt_length + count}
         assert torch.equal(generate(target, inputs, drafter, **options), plain)
     # A criterion of the user takes the place of the configured length.
     criteria = StoppingCriteriaList([MaxLengthCriteria(prompt_length + 15)])
-    options = {"stopping_criteria": criteria, "max_new_tokens": 9, "eos_token_id": None}
+    options = {"stopping_criteria": criteria, "max_new_tokens": 9}
     plain = generate(target, inputs, **options)
     assert plain.shape[1] == prompt_length + 15
     assert torch.equal(generate(target, inputs, drafter, **options), plain)
@@ -216,35 +215,33 @@ def test_prompt_of_one_token(target, drafter):
 
 
 def test_time_runs_out(target, drafter, inputs, monkeypatch):
-    assert torch.equal(
-        generate(target, inputs, drafter, max_time=0.0), generate(target, inputs, max_time=0.0, eos_token_id=None)
-    )
+    assert torch.equal(generate(target, inputs, drafter, max_time=0.0), generate(target, inputs, max_time=0.0))
     if len(inputs["input_ids"]) > 1:
         return  # rows are asked one by one, so the clock below would run faster
     results = []
     for assistant in (None, drafter):
         ticks = iter(range(1000))
         monkeypatch.setattr(host_criteria, "time", SimpleNamespace(time=lambda ticks=ticks: next(ticks)))
-        results.append(generate(target, inputs, assistant, max_time=7.5, eos_token_id=None))
+        results.append(generate(target, inputs, assistant, max_time=7.5))
     assert results[0].shape[1] == inputs["input_ids"].shape[1] + 8
     assert torch.equal(*results)
 
 
 def test_stop_strings(target, drafter, inputs):
     tokenizer = tiny_tokenizer()
-    new = new_tokens(inputs, generate(target, inputs, eos_token_id=None, suppress_tokens=[PAD, EOS]))[0]
+    new = new_tokens(inputs, generate(target, inputs, suppress_tokens=[PAD, EOS]))[0]
     for first in (0, 3, 8):
         stop = tokenizer.decode(new[first : first + 2])
-        options = {"stop_strings": [stop, "never"], "tokenizer": tokenizer, "eos_token_id": None}
+        options = {"stop_strings": [stop, "never"], "tokenizer": tokenizer}
         options["suppress_tokens"] = [PAD, EOS]
         plain = generate(target, inputs, **options)
         assert stop in tokenizer.decode(new_tokens(inputs, plain)[0])
         assert torch.equal(generate(target, inputs, drafter, **options), plain)
 
 
-@pytest.mark.parametrize("ends", [{}, {"eos_token_id": None}], ids=["with an end token", "without"])
+@pytest.mark.parametrize("ends", [{"eos_token_id": EOS}, {}], ids=["with an end token", "without"])
 def test_custom_criteria(target, drafter, inputs, ends):
-    new = new_tokens(inputs, generate(target, inputs, eos_token_id=None))
+    new = new_tokens(inputs, generate(target, inputs))
     prompts = inputs["input_ids"]
     for criterion in (
         StopsAtPair(new[0, 4:6].tolist()),
@@ -280,9 +277,9 @@ class Recorder(BaseStreamer):
 
 @pytest.mark.parametrize("ends", ["by length", "by token", "by row"])
 def test_stream(target, drafter, inputs, ends):
-    options = {"eos_token_id": None}
+    options = {}
     if ends == "by token":
-        options = {"eos_token_id": int(new_tokens(inputs, generate(target, inputs, eos_token_id=None))[0, 7])}
+        options = {"eos_token_id": int(new_tokens(inputs, generate(target, inputs))[0, 7])}
     if ends == "by row":  # without an end token, rows that have stopped run on with the others
         counts = range(3, 3 + 5 * len(inputs["input_ids"]), 5)
         options["stopping_criteria"] = StoppingCriteriaList([StopsRows(inputs["input_ids"], counts)])
@@ -307,7 +304,7 @@ def test_text_stream(target, drafter):
 def test_recorded_outputs(kind, inputs):
     target = tiny_target(kind, attention="eager")
     drafter = tiny_drafter(target)
-    new = new_tokens(inputs, generate(target, inputs, eos_token_id=None))
+    new = new_tokens(inputs, generate(target, inputs))
     options = {
         "eos_token_id": int(new[-1, 13]),
         "repetition_penalty": 1.05,
@@ -349,7 +346,7 @@ def test_recorded_outputs(kind, inputs):
 
 def test_states_alone(target, drafter, inputs):
     """A user's wish for all hidden states does not disturb the drafter's own capture, and is granted."""
-    options = {"return_dict_in_generate": True, "output_hidden_states": True, "eos_token_id": None}
+    options = {"return_dict_in_generate": True, "output_hidden_states": True}
     plain, drafted = generate(target, inputs, **options), generate(target, inputs, drafter, **options)
     assert torch.equal(plain.sequences, drafted.sequences) and drafted.scores is None
     assert [len(step) for step in drafted.hidden_states] == [len(step) for step in plain.hidden_states]
@@ -378,7 +375,7 @@ def test_conversation(kind, form, inputs):
     """Three turns with one cache. Rows end at different places, and their padding counts as text."""
     target = tiny_target(kind)
     drafter = tiny_drafter(target)
-    end = int(new_tokens(inputs, generate(target, inputs, eos_token_id=None))[0, 5])
+    end = int(new_tokens(inputs, generate(target, inputs))[0, 5])
     plain_cache, drafted_cache = DynamicCache(config=target.config), DynamicCache(config=target.config)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     for turn in range(3):
@@ -391,14 +388,30 @@ def test_conversation(kind, form, inputs):
                 turn_inputs["inputs_embeds"] = target.get_input_embeddings()(ids)
         options = {"max_new_tokens": 12, "eos_token_id": end, "do_sample": False, "pad_token_id": PAD}
         plain = target.generate(**turn_inputs, cache=plain_cache, **options)
-        drafted = target.generate(
-            **turn_inputs, cache=drafted_cache, assistant_model=drafter if turn < 2 else None, **options
-        )
+        drafted = target.generate(**turn_inputs, cache=drafted_cache, assistant_model=drafter if turn < 2 else None, **options)
         assert torch.equal(plain, drafted), f"turn {turn}"
         assert_same_cache(plain_cache, drafted_cache, inputs)
         prompt_length = 0 if "inputs_embeds" in turn_inputs else turn_inputs["input_ids"].shape[1]
         ids = torch.cat([ids, plain[:, prompt_length:], padded_prompts([3] * len(ids), seed=turn)["input_ids"]], dim=1)
         mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], dim=1)
+
+
+def test_drafter_sees_only_what_it_was_told(target, drafter):
+    """Of text that was in a cache already the drafter knows nothing: no empty slots stand in for it."""
+    inputs, cache = padded_prompts([5]), DynamicCache(config=target.config)
+    ids = generate(target, inputs, cache=cache)
+    told, seen = 0, []
+
+    def look(module, arguments):
+        nonlocal told
+        told += arguments[1].shape[1]  # new context rows
+        seen.append((arguments[4].length, told + drafter.config.block_size))
+
+    hook = drafter.register_forward_pre_hook(look)
+    generate(target, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, drafter, cache=cache)
+    hook.remove()
+    assert len(seen) > 2
+    assert all(attended == expected for attended, expected in seen)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
@@ -410,10 +423,10 @@ def test_static_cache_from_an_earlier_turn(kind):
     caches = [StaticCache(target.config, max_cache_len=60) for _ in range(2)]
     texts = []
     for cache, assistant in zip(caches, (None, drafter), strict=True):
-        first = generate(target, inputs, assistant, cache=cache, max_new_tokens=8, eos_token_id=None)
+        first = generate(target, inputs, assistant, cache=cache, max_new_tokens=8)
         mask = torch.cat([inputs["attention_mask"], torch.ones(2, 8, dtype=torch.long)], dim=1)
         more = {"input_ids": first, "attention_mask": mask}
-        texts.append(generate(target, more, assistant, cache=cache, max_new_tokens=8, eos_token_id=None))
+        texts.append(generate(target, more, assistant, cache=cache, max_new_tokens=8))
     assert torch.equal(*texts)
     assert_same_cache(*caches, inputs)
 
@@ -423,7 +436,7 @@ def test_static_cache_from_an_earlier_turn(kind):
 def test_cache_implementations(kind, implementation, inputs):
     target = tiny_target(kind)
     drafter = tiny_drafter(target)
-    options = {"cache_implementation": implementation, "return_dict_in_generate": True, "eos_token_id": None}
+    options = {"cache_implementation": implementation, "return_dict_in_generate": True}
     plain, drafted = generate(target, inputs, **options), generate(target, inputs, drafter, **options)
     assert torch.equal(plain.sequences, drafted.sequences)
     assert_same_cache(plain.cache, drafted.cache, inputs)
@@ -440,10 +453,7 @@ def test_lazily_made_cache_of_a_sliding_target(inputs):
     target = tiny_target("mistral")
     drafter = tiny_drafter(target)
     caches = DynamicCache(), DynamicCache()
-    texts = [
-        generate(target, inputs, assistant, cache=cache, eos_token_id=None)
-        for cache, assistant in zip(caches, (None, drafter), strict=True)
-    ]
+    texts = [generate(target, inputs, assistant, cache=cache) for cache, assistant in zip(caches, (None, drafter), strict=True)]
     assert torch.equal(*texts)
     assert_same_cache(*caches, inputs)
 
@@ -470,8 +480,8 @@ def test_embeddings_as_prompt(target, drafter, inputs):
 @pytest.mark.parametrize("cap", [1, 2, 4, 30])
 def test_num_assistant_tokens(target, drafter, inputs, cap):
     drafter.load_profile = None
-    options = {"num_assistant_tokens": cap, "eos_token_id": None}
-    assert torch.equal(generate(target, inputs, drafter, **options), generate(target, inputs, eos_token_id=None))
+    options = {"num_assistant_tokens": cap}
+    assert torch.equal(generate(target, inputs, drafter, **options), generate(target, inputs))
     assert [count > 0 for count in drafter.statistics.scheduled_per_position] == [k < cap for k in range(5)]
 
 

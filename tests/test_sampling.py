@@ -52,9 +52,7 @@ def profile(rows):
 def generate(target, prompts, drafter=None, **options):
     options = {"max_new_tokens": 7, "eos_token_id": None, "top_k": 0, "pad_token_id": PAD} | options
     prompts = torch.tensor(prompts)
-    return target.generate(
-        prompts, attention_mask=torch.ones_like(prompts), do_sample=True, assistant_model=drafter, **options
-    )
+    return target.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=True, assistant_model=drafter, **options)
 
 
 def law(target, prompt, tokens=TOKENS, **options):
@@ -82,9 +80,7 @@ def p_value(counts, probabilities):
 
 def tally(texts, tokens):
     """How often each text of so many tokens occurs, one axis a token."""
-    return torch.zeros([VOCABULARY] * tokens).index_put_(
-        tuple(texts[:, :tokens].unbind(1)), torch.ones(()), accumulate=True
-    )
+    return torch.zeros([VOCABULARY] * tokens).index_put_(tuple(texts[:, :tokens].unbind(1)), torch.ones(()), accumulate=True)
 
 
 def sample(target, drafter, rows=128, calls=12, tokens=TOKENS, **options):

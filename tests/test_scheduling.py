@@ -94,9 +94,7 @@ def lengths_of(result: torch.Tensor) -> list[int]:
 def test_survival_is_the_running_product_and_nan_ends_it():
     a = survival(torch.tensor([[0.5, 0.5, 1.0], [0.9, math.nan, 1.0]]))
     assert a.dtype == torch.float64
-    torch.testing.assert_close(
-        a, torch.tensor([[0.5, 0.25, 0.25], [0.9, 0.0, 0.0]], dtype=torch.float64), atol=1e-7, rtol=0
-    )
+    torch.testing.assert_close(a, torch.tensor([[0.5, 0.25, 0.25], [0.9, 0.0, 0.0]], dtype=torch.float64), atol=1e-7, rtol=0)
 
 
 # Confidences and lengths of single rounds of the reference implementation (DeepSpec), static threshold 0.6.
@@ -281,9 +279,7 @@ def test_expected_throughput_is_tokens_over_seconds():
     profile = profile_of({1: 0.1, 11: 1.1}, draft_seconds=0.1)  # a tenth of a second per token, and for drafting
     assert expected_throughput(confidence, torch.tensor([0, 2]), profile) == pytest.approx((2 + 1.25) / 0.5)
     # Five requests: 2.5 times everything, and the 10 tokens of a round take 1 s.
-    assert expected_throughput(confidence, torch.tensor([0, 2]), profile.with_load(5)) == pytest.approx(
-        2.5 * 3.25 / 1.1
-    )
+    assert expected_throughput(confidence, torch.tensor([0, 2]), profile.with_load(5)) == pytest.approx(2.5 * 3.25 / 1.1)
     for random_confidence, random_load in random_cases("smooth", 20, 4):
         lengths = tuple(index % (len(random_confidence[0]) + 1) for index in range(len(random_confidence)))
         value = expected_throughput(torch.tensor(random_confidence).double(), torch.tensor(lengths), random_load)

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def assert_consistent(statistics, generated):
         getattr(statistics, f"{name}_per_position") for name in ("scheduled", "reached", "accepted")
     )
     assert sum(scheduled) == statistics.scheduled and sum(accepted) == statistics.accepted
-    assert all(a >= b for counts in (scheduled, reached, accepted) for a, b in zip(counts, counts[1:], strict=False))
+    assert all(a >= b for counts in (scheduled, reached, accepted) for a, b in pairwise(counts))
     assert all(a <= r <= s for a, r, s in zip(accepted, reached, scheduled, strict=True))
     assert reached[0] == scheduled[0]
     assert all(reached[k] <= accepted[k - 1] for k in range(1, len(reached)))

@@ -235,9 +235,9 @@ def assert_same_text(target: PreTrainedModel, inputs: dict[str, Tensor], plain: 
         mask = torch.cat([inputs["attention_mask"][row], torch.ones(first - start, dtype=torch.long)])
         positions = (mask.cumsum(0) - 1).clamp_min(0)
         with torch.no_grad():
-            logits = target(
-                input_ids=theirs[None, :first], attention_mask=mask[None], position_ids=positions[None]
-            ).logits[0, -1]
+            logits = target(input_ids=theirs[None, :first], attention_mask=mask[None], position_ids=positions[None]).logits[
+                0, -1
+            ]
         best, second = logits.topk(2).values.tolist()
         assert best - second < 1e-3, (
             f"row {row} differs at token {first - start}: {int(ours[first])} instead of {int(theirs[first])}, where the "

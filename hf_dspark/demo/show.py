@@ -33,7 +33,8 @@ def run_demo(max_new_tokens: int = 128) -> None:
     drafter.load_profile = LoadProfile.measure(target, drafter)
     steps = drafter.load_profile
     print(
-        "  " + "   ".join(f"{size} tokens {1e3 * steps.step_seconds(size):.0f} ms" for size in (1, 2, 4, 8, 16))
+        "  "
+        + "   ".join(f"{size} tokens {1e3 * steps.step_seconds(size):.0f} ms" for size in (1, 2, 4, 8, 16))
         + f"   draft {1e3 * steps.draft_seconds:.1f} ms"
     )
 
@@ -42,9 +43,7 @@ def run_demo(max_new_tokens: int = 128) -> None:
         [{"role": "user", "content": PROMPTS[2]}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    target.generate(
-        **inputs, assistant_model=drafter, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer
-    )
+    target.generate(**inputs, assistant_model=drafter, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer)
     print(f"\n{drafter.statistics}\n")
 
     print("Plain decoding and DSpark in turn, greedy:\n")

@@ -36,9 +36,7 @@ def packaging_of(folder: Path) -> tuple[ModuleType, dict[str, Any]]:
     """
     gguf = sorted(path.name for path in folder.glob("*.gguf"))
     if gguf and not (folder / CONFIG_NAME).is_file():
-        raise CheckpointError(
-            f"{folder}: {gguf[0]} is a GGUF file, which is not read. Use the safetensors it was made from."
-        )
+        raise CheckpointError(f"{folder}: {gguf[0]} is a GGUF file, which is not read. Use the safetensors it was made from.")
     try:
         raw = read_json(folder / CONFIG_NAME)
         for packaging in PACKAGINGS:

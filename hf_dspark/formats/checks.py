@@ -47,14 +47,10 @@ def check_config(config: DSparkConfig) -> None:
         if value is not None and not least <= value <= most:  # not a number is never within
             raise CheckpointError(f"`{name}` must lie between {least} and {most}, got {value}. Correct config.json.")
     if config.hidden_act not in ACT2FN:
-        raise CheckpointError(
-            f"`hidden_act` {config.hidden_act!r} is no activation of transformers. Correct config.json."
-        )
+        raise CheckpointError(f"`hidden_act` {config.hidden_act!r} is no activation of transformers. Correct config.json.")
     rope = config.rope_parameters
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise CheckpointError(
-            f"`rope_parameters` must describe one rope for all draft layers, got {rope}. Keep only theirs."
-        )
+        raise CheckpointError(f"`rope_parameters` must describe one rope for all draft layers, got {rope}. Keep only theirs.")
     kinds = ("default", *ROPE_INIT_FUNCTIONS)
     if rope.get("rope_type") not in kinds:
         raise CheckpointError(
@@ -132,9 +128,7 @@ def expected_shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_headers(
-    config: DSparkConfig, headers: Mapping[str, TensorHeader], target_copies: tuple[str, ...] = ()
-) -> None:
+def check_headers(config: DSparkConfig, headers: Mapping[str, TensorHeader], target_copies: tuple[str, ...] = ()) -> None:
     """Names, dtypes and shapes of the weights, against the configuration and both ways.
 
     Args:
@@ -148,8 +142,7 @@ def check_headers(
     layers = {match[1] for name in headers if (match := re.match(r"layers\.(\d+)\.", name))}
     if len(layers) != config.num_hidden_layers:
         raise CheckpointError(
-            f"`num_hidden_layers` is {config.num_hidden_layers}, but the weights hold {len(layers)} draft layers. "
-            f"{_SAME_FILES}"
+            f"`num_hidden_layers` is {config.num_hidden_layers}, but the weights hold {len(layers)} draft layers. {_SAME_FILES}"
         )
     shapes = expected_shapes(config)
     _check_names(config, shapes.keys() - headers.keys(), headers.keys() - shapes.keys() - set(target_copies))
@@ -159,8 +152,7 @@ def check_headers(
         if found.shape != shape:
             transposed = "; it is transposed" if len(shape) == 2 and found.shape == shape[::-1] else ""
             raise CheckpointError(
-                f"`{name}` must have shape {list(shape)} by config.json, got {list(found.shape)}{transposed}. "
-                f"{_SAME_FILES}"
+                f"`{name}` must have shape {list(shape)} by config.json, got {list(found.shape)}{transposed}. {_SAME_FILES}"
             )
         dtypes = {"d2t": ("I64",), "t2d": ("BOOL",)}.get(name, tuple(FLOAT_DTYPES))
         if found.dtype not in dtypes:

@@ -53,9 +53,7 @@ class _LateBar(tqdm):
         super().__init__(*args, **{"delay": 3, **kwargs})
 
 
-def find_folder(
-    name_or_path: str | os.PathLike, check: Callable[[Path], object], subfolder: str = "", **hub_kwargs
-) -> Path:
+def find_folder(name_or_path: str | os.PathLike, check: Callable[[Path], object], subfolder: str = "", **hub_kwargs) -> Path:
     """The folder of a checkpoint, downloaded where necessary.
 
     Args:
@@ -74,9 +72,7 @@ def find_folder(
         prefix = f"{subfolder}/" if subfolder else ""
         try:
             patterns = [f"{prefix}*.json", f"{prefix}*.md"]
-            path = Path(
-                snapshot_download(str(name_or_path), allow_patterns=patterns, tqdm_class=_LateBar, **hub_kwargs)
-            )
+            path = Path(snapshot_download(str(name_or_path), allow_patterns=patterns, tqdm_class=_LateBar, **hub_kwargs))
             check(path / subfolder)
             hub_kwargs["revision"] = path.name  # the commit: the weights belong to the configuration just read
             patterns = [f"{prefix}model*.safetensors"]
@@ -221,9 +217,7 @@ def opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt", device="cpu") as weights:
             yield weights
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file} has changed since it was first read ({error}). Load the drafter again."
-        ) from error
+        raise CheckpointError(f"{file} has changed since it was first read ({error}). Load the drafter again.") from error
 
 
 @contextmanager

@@ -71,6 +71,4 @@ def refusal(raw: dict[str, Any], tensors: Collection[str]) -> str:
     for name, found, why in known:
         if found:
             return f"this is {name}, which is not read: {why}. {readable}"
-    return (
-        f"config.json is of no known drafter (architectures {architectures!r}, model_type {model_type!r}). {readable}"
-    )
+    return f"config.json is of no known drafter (architectures {architectures!r}, model_type {model_type!r}). {readable}"
