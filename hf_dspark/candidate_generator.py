@@ -164,6 +164,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         longest = max(limits)
         pauses = self.profitability is not None and longest > 0 and not self.profitability.should_draft()
         self._drafted = longest > 0 and not pauses
+        self._promised = 0.0
         if not self._drafted:
             return None
         statistics = self.statistics
@@ -311,6 +312,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         # A token without room brings nothing, and must not take the place of another row's.
         places = torch.arange(confidence.shape[1])
         confidence = confidence.cpu().masked_fill(places >= room[:, None], 0.0)
+        if self.mode != "threshold":
+            confidence[:, 0] *= self.profitability.discount  # a factor of every survival a_k
         if self.mode == "threshold":
             lengths = scheduling.threshold(confidence, drafter.confidence_threshold, on=drafter.threshold_on)
         elif self.mode == "early_stop":
@@ -323,7 +326,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
             lengths = scheduling.within_capacity(confidence, scheduling.capacity(older[0], profile))
         else:
             lengths = scheduling.global_search(confidence, profile)
-        return lengths.minimum(room)
+        lengths = lengths.minimum(room)
+        self._promised = float((scheduling.survival(confidence) * (places < lengths[:, None])).sum())
+        return lengths
 
     def book(self, scheduled: list[int], accepted: list[int], committed: list[int | None]) -> None:
         """Enters a verified round in the statistics and in the account of whether drafting pays.
@@ -338,7 +343,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
             if new is not None:
                 self.statistics.count(verified, agreed, new)
         if self._drafted and self.profitability is not None:
-            self.profitability.record(len(scheduled), sum(scheduled), sum(new or 0 for new in committed))
+            self.profitability.record(
+                len(scheduled), sum(scheduled), sum(accepted), sum(new or 0 for new in committed), self._promised
+            )
 
     # ---- the host's own loop ----
 

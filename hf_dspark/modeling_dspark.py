@@ -41,6 +41,7 @@ from .formats.own import DRAFTER_FIELDS
 from .formats.target_copies import TargetCopies
 from .heads import MARKOV_HEADS, ConfidenceHead
 from .load_profile import LoadProfile
+from .packing import PackedLinear
 from .statistics import Statistics
 
 logger = logging.get_logger(__name__)
@@ -405,14 +406,20 @@ class _BoundTarget:
         self.scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
         token_ids = drafter.draft_token_ids
         # The rows that a reduced vocabulary needs, in one piece: the only copy, of Vd x D.
-        self.rows = None if token_ids is None else self.head.weight.detach()[token_ids.to(self.head.weight.device)]
+        self.row_head: Any = None
+        if token_ids is not None:
+            rows = self.head.weight.detach()[token_ids.to(self.head.weight.device)]
+            self.row_head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+            self.row_head.weight = nn.Parameter(rows, requires_grad=False)
+            if any(isinstance(module, PackedLinear) for module in drafter.modules()):  # packed like the drafter itself
+                self.row_head = PackedLinear(self.row_head, drafter.config.num_draft_tokens)
 
     def base_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits of the draft vocabulary, `(..., D)` to `(..., Vd)`, float32."""
-        if self.rows is None:
+        if self.row_head is None:
             return self.full_logits(hidden_states)
-        hidden_states = hidden_states.to(self.rows.device, self.rows.dtype)
-        return self._finish(nn.functional.linear(hidden_states, self.rows))
+        rows = self.row_head.weight
+        return self._finish(self.row_head(hidden_states.to(rows.device, rows.dtype)))
 
     def full_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits of the target's whole vocabulary, `(..., D)` to `(..., V)`, float32."""

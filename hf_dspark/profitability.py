@@ -2,8 +2,10 @@
 
 The scheduler can shorten a draft to nothing, but the draft itself has been paid for by then. So the loop keeps a running
 account of what its drafted rounds really brought, tokens committed against seconds by the load profile, and compares it with
-plain steps. When drafting loses, it pauses for a growing number of rounds and probes again. The account only holds rounds
-that are over, so the decision cannot depend on tokens that are still to be drawn, and exactness is untouched.
+plain steps. When drafting loses, it pauses for a growing number of rounds and probes again. It also compares how many tokens
+the confidences promised with how many were accepted, and discounts the next promises accordingly: a drafter on unfamiliar
+text is often sure and wrong. The account only holds rounds that are over, so neither decision can depend on tokens that are
+still to be drawn, and exactness is untouched.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from .load_profile import LoadProfile
 from .statistics import Statistics
 
 _MEMORY = 0.85  # weight of the past per drafted round: an account of about seven rounds
-_FIRST_VERDICT = 4  # drafted rounds before the first pause
+_FIRST_VERDICT = 2  # drafted rounds before the first pause
+_FIRST_PAUSE = 8
 _LONGEST_PAUSE = 64
 
 
@@ -26,9 +29,10 @@ class Profitability:
     def __init__(self, profile: LoadProfile | None):
         self._profile = None if profile is None or profile.is_flat else profile
         self._tokens = self._seconds = self._plain_tokens = 0.0
+        self._promised = self._accepted = 0.0
         self._rounds = 0
         self._pause = 0
-        self._next_pause = 2
+        self._next_pause = _FIRST_PAUSE
 
     def should_draft(self) -> bool:
         """Whether to draft in the coming round; counts the round."""
@@ -37,14 +41,23 @@ class Profitability:
             return False
         return True
 
-    def record(self, rows: int, verified: int, committed: int) -> None:
+    @property
+    def discount(self) -> float:
+        """Accepted tokens per promised one, at most 1; drifts back to 1 while nothing is verified."""
+        return min(1.0, (self._accepted + 1) / (self._promised + 1))
+
+    def record(self, rows: int, verified: int, accepted: int, committed: int, promised: float) -> None:
         """Books a drafted round.
 
         Args:
             rows (`int`): requests in the batch.
             verified (`int`): draft tokens in its verification forward, over all rows.
+            accepted (`int`): how many of them the target agreed with.
             committed (`int`): tokens it brought, over all rows.
+            promised (`float`): accepted tokens that the confidences let expect.
         """
+        self._promised = _MEMORY * self._promised + promised
+        self._accepted = _MEMORY * self._accepted + accepted
         if self._profile is None:
             return
         requests = max(self._profile.requests(), rows)
@@ -59,10 +72,10 @@ class Profitability:
         if self._rounds < _FIRST_VERDICT:
             return
         if self._tokens < self._plain_tokens:
-            self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
             self._pause = self._next_pause
+            self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
         else:
-            self._next_pause = 2
+            self._next_pause = _FIRST_PAUSE
 
     @staticmethod
     def acceptance_rates(statistics: Statistics) -> list[float]:

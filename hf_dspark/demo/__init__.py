@@ -40,7 +40,10 @@ def load_default(
         OSError: neither the package with the target nor a hub could be reached.
     """
     from ..modeling_dspark import DSparkDraftModel  # here, so that the target alone loads without the drafter's code
+    from ..packing import pack_linears
 
     model, tokenizer = load_target(dtype)
-    drafter = DSparkDraftModel.from_pretrained(DRAFTER_FOLDER, dtype=dtype)
-    return model, tokenizer, drafter.eval()
+    drafter = DSparkDraftModel.from_pretrained(DRAFTER_FOLDER, dtype=dtype).eval()
+    if dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        pack_linears(drafter, drafter.config.num_draft_tokens)
+    return model, tokenizer, drafter
