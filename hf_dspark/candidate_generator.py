@@ -176,14 +176,15 @@ class DSparkCandidateGenerator(CandidateGenerator):
         lengths, confidence = torch.tensor(limits), None
         if self.mode in ("presampled", "history"):
             with statistics.timed("schedule"):
-                confidence = self._blind_confidence(sequences, hidden, base_logits)
+                confidence = self._discounted(self._blind_confidence(sequences, hidden, base_logits))
                 lengths = self._schedule(confidence, lengths)
                 longest = int(lengths.max())
         with statistics.timed("head"):
             tokens, logits, token_ids, embeddings = self._sequential_stage(sequences, rows, hidden, base_logits, longest)
         if self.mode != "full" and confidence is None:
             with statistics.timed("schedule"):
-                confidence = self.drafter.calibrated(self.drafter.confidence_head(hidden[:, :longest], embeddings))
+                raw = self.drafter.calibrated(self.drafter.confidence_head(hidden[:, :longest], embeddings))
+                confidence = self._discounted(raw)
                 lengths = self._schedule(confidence, lengths)
                 longest = int(lengths.max())
         return CandidateBlock(
@@ -306,14 +307,19 @@ class DSparkCandidateGenerator(CandidateGenerator):
             embeddings = self.drafter.markov_head.markov_w1(torch.cat([anchor, likely], dim=1))
         return self.drafter.calibrated(self.drafter.confidence_head(hidden, embeddings))
 
+    def _discounted(self, confidence: Tensor) -> Tensor:
+        """Confidences `(R, K)` less what earlier rounds promised and did not keep; a threshold is the user's own word."""
+        if self.mode == "threshold":
+            return confidence
+        first = confidence[:, :1] * self.profitability.discount  # c_1 is a factor of every survival a_k
+        return torch.cat([first, confidence[:, 1:]], dim=1)
+
     def _schedule(self, confidence: Tensor, room: Tensor) -> Tensor:
         """Lengths `(R,)` by the mode of this call, at most `room` `(R,)`. On the host, which needs them anyway."""
         drafter, profile = self.drafter, self.drafter.load_profile
         # A token without room brings nothing, and must not take the place of another row's.
         places = torch.arange(confidence.shape[1])
         confidence = confidence.cpu().masked_fill(places >= room[:, None], 0.0)
-        if self.mode != "threshold":
-            confidence[:, 0] *= self.profitability.discount  # a factor of every survival a_k
         if self.mode == "threshold":
             lengths = scheduling.threshold(confidence, drafter.confidence_threshold, on=drafter.threshold_on)
         elif self.mode == "early_stop":

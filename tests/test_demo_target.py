@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from hf_dspark.demo import target
+from hf_dspark.formats.files import progress_bars_off
 
 
 def test_it_is_smollm2(smollm2):
@@ -113,7 +114,7 @@ def test_progress_bars_are_left_as_found(shown):
     before = logging.is_progress_bar_enabled()
     (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
     try:
-        with target._progress_bars_off():
+        with progress_bars_off():
             assert not logging.is_progress_bar_enabled()
         assert logging.is_progress_bar_enabled() == shown
     finally:

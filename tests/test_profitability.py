@@ -1,0 +1,53 @@
+"""The running account of drafted rounds: pauses, probes and broken promises."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_dspark import LoadProfile
+from hf_dspark.profitability import Profitability
+
+DEAR = LoadProfile({1: 10.0, 6: 4.0}, draft_seconds=0.02)  # a block costs 2.7 plain steps
+
+
+def play(account: Profitability, rounds: int, accepted: int) -> list[bool]:
+    """Which rounds draft, when each draft of five keeps `accepted` tokens and promises four."""
+    drafted = []
+    for _ in range(rounds):
+        drafted.append(account.should_draft())
+        if drafted[-1]:
+            account.record(rows=1, verified=5, accepted=accepted, committed=accepted + 1, promised=4.0)
+    return drafted
+
+
+def test_losing_rounds_are_paused_for_longer_and_longer():
+    drafted = play(Profitability(DEAR), 200, accepted=0)
+    at = [number for number, yes in enumerate(drafted) if yes]
+    assert at == [0, 1, 10, 27, 60, 125, 190]  # pauses of 8, 16, 32, 64, 64
+
+
+def test_winning_rounds_are_never_paused():
+    assert all(play(Profitability(DEAR), 50, accepted=4))
+
+
+def test_a_change_of_text_is_noticed_both_ways():
+    account = Profitability(DEAR)
+    play(account, 30, accepted=4)
+    assert not all(play(account, 30, accepted=0))
+    assert all(play(account, 400, accepted=5)[-50:])
+
+
+def test_without_prices_drafting_is_taken_to_pay():
+    assert all(play(Profitability(None), 20, accepted=0))
+
+
+def test_broken_promises_are_discounted_and_forgiven():
+    account = Profitability(None)
+    assert account.discount == 1.0
+    account.record(rows=1, verified=5, accepted=1, committed=2, promised=4.0)
+    assert account.discount == pytest.approx(2 / 5)
+    for _ in range(60):
+        account.record(rows=1, verified=0, accepted=0, committed=1, promised=0.0)
+    assert account.discount == pytest.approx(1.0, abs=1e-3)
+    account.record(rows=1, verified=5, accepted=5, committed=6, promised=1.0)
+    assert account.discount == 1.0  # never a bonus
