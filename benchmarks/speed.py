@@ -13,6 +13,8 @@ import argparse
 import datetime
 import json
 import platform
+import shlex
+import sys
 from pathlib import Path
 
 import torch
@@ -55,7 +57,7 @@ def main() -> None:
     target, tokenizer, drafter = load_default()
     drafter.scheduling = arguments.scheduling
     results: dict = {
-        "command": "python benchmarks/speed.py " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in vars(arguments).items()),
+        "command": shlex.join(["python", *sys.argv]),
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, hf_dspark {hf_dspark.__version__}",
