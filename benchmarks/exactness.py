@@ -1,6 +1,9 @@
 """Greedy text of the embedded default with and without its drafter, in every scheduling mode, at batch 1 and 8.
 
-    python benchmarks/exactness.py --prompts ../shared/prompts --output benchmarks/results/exactness.json
+    python benchmarks/exactness.py --prompts ../shared/prompts --max-new-tokens 24 --batch-sizes 8 \\
+        --output benchmarks/results/exactness_batch_8.json
+    python benchmarks/exactness.py --prompts ../shared/prompts --max-new-tokens 24 --batch-sizes 1 --modes default full \\
+        --output benchmarks/results/exactness_batch_1.json
 
 Counts texts that are the same, that part at a float32 near-tie (the target's two best logits within 1e-3), and that differ; a
 text that differs is a bug. A jagged load profile makes sure that drafts really are shortened. The last line of stdout is JSON.
