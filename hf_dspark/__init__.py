@@ -14,7 +14,7 @@ from .hooks import install, uninstall
 from .load_profile import LoadProfile
 from .modeling_dspark import DSparkDraftModel
 from .packing import pack_linears
-from .statistics import Statistics
+from .statistics import Round, Statistics
 
 __version__ = "0.1.0"
 
@@ -29,6 +29,7 @@ __all__ = [
     "DSparkConfig",
     "DSparkDraftModel",
     "LoadProfile",
+    "Round",
     "Statistics",
     "install",
     "pack_linears",

@@ -41,6 +41,8 @@ class CandidateBlock:
         token_ids (`torch.LongTensor` of shape `(Vd,)`, *optional*): target token of each draft logit, if the two differ.
         confidence (`torch.Tensor` of shape `(R, K)`, *optional*): what the scheduler read; fewer columns where no row has
             room for K tokens.
+        base_tokens (`torch.LongTensor` of shape `(R, L)`, *optional*): likeliest tokens before the sequential head; only for
+            a drafter with a listener (`on_round`).
     """
 
     tokens: Tensor
@@ -48,6 +50,7 @@ class CandidateBlock:
     logits: Tensor | None = None
     token_ids: Tensor | None = None
     confidence: Tensor | None = None
+    base_tokens: Tensor | None = None
 
 
 class DSparkCandidateGenerator(CandidateGenerator):
@@ -181,14 +184,19 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 longest = int(lengths.max())
         with statistics.timed("head"):
             tokens, logits, token_ids, embeddings = self._sequential_stage(sequences, rows, hidden, base_logits, longest)
-        if self.mode != "full" and confidence is None:
+        listened = self.drafter.on_round is not None
+        if confidence is None and self.drafter.confidence_head is not None and (self.mode != "full" or listened):
             with statistics.timed("schedule"):
-                raw = self.drafter.calibrated(self.drafter.confidence_head(hidden[:, :longest], embeddings))
-                confidence = self._discounted(raw)
-                lengths = self._schedule(confidence, lengths)
-                longest = int(lengths.max())
+                confidence = self.drafter.calibrated(self.drafter.confidence_head(hidden[:, :longest], embeddings))
+                if self.mode != "full":
+                    confidence = self._discounted(confidence)
+                    lengths = self._schedule(confidence, lengths)
+                    longest = int(lengths.max())
+        base = base_logits[:, :longest].argmax(-1) if listened else None
+        if base is not None and (to_target := self.drafter.draft_token_ids) is not None:
+            base = to_target[base]
         return CandidateBlock(
-            tokens[:, :longest], lengths, None if logits is None else logits[:, :longest], token_ids, confidence
+            tokens[:, :longest], lengths, None if logits is None else logits[:, :longest], token_ids, confidence, base
         )
 
     def _parallel_stage(self, sequences: list[Tensor], slots: list[int]) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from .candidate_generator import CandidateBlock, DSparkCandidateGenerator
 from .modeling_dspark import DSparkDraftModel
 from .processing import RowProcessors
 from .rows import Rows
-from .statistics import Statistics
+from .statistics import Round, Statistics
 from .target import TargetForward
 from .verification import accept_greedy, accept_sampled
 
@@ -82,7 +82,8 @@ def dspark_decoding(
         scores = processors.over_block(logits, rows.sequences, running, empty, nothing)
         slots = [forward.prompt_length - 1] * len(input_ids)
         rows.record(outputs, running, slots, scores, logits, nothing, forward.sliding_windows)
-        rows.commit(empty, nothing, _choose(scores[:, 0], sample), running)
+        committed = rows.commit(empty, nothing, _choose(scores[:, 0], sample), running)
+    _report(drafter, rows, running, CandidateBlock(empty, torch.zeros(len(running), dtype=torch.long)), nothing, committed)
 
     while rows.active:
         if len(rows.active) < len(forward.cache_rows) and not forward.keeps_rows:
@@ -116,6 +117,7 @@ def dspark_decoding(
         rows.record(outputs, running, slots, scores, logits, accepted, forward.sliding_windows)
         committed = rows.commit(candidates, accepted, following, running)
         generator.book(lengths, accepted, committed)
+        _report(drafter, rows, running, block, accepted, committed)
         if rows.active:
             generator.observe(outputs.hidden_states, slots, [count + 1 for count in accepted])
 
@@ -123,6 +125,36 @@ def dspark_decoding(
     forward.hand_back(rows.padded(), [len(ids) for ids in rows.sequences])
     statistics.close(time.perf_counter() - started)
     return rows.result(forward.user_cache)
+
+
+def _report(
+    drafter: DSparkDraftModel,
+    rows: Rows,
+    running: list[int],
+    block: CandidateBlock,
+    accepted: list[int],
+    committed: list[int | None],
+) -> None:
+    """Tells the drafter's listener, if there is one, what a round brought."""
+    if drafter.on_round is None:
+        return
+    lengths = block.lengths.tolist()
+    drafted, base = block.tokens.tolist(), None if block.base_tokens is None else block.base_tokens.tolist()
+    going = [place for place, new in enumerate(committed) if new is not None]
+    drafter.on_round(
+        Round(
+            rows=[running[place] for place in going],
+            drafted=[drafted[place][: lengths[place]] for place in going],
+            accepted=[accepted[place] for place in going],
+            committed=[_last(rows.sequences[running[place]], committed[place] or 0) for place in going],
+            confidence=None if block.confidence is None else [block.confidence[place].tolist() for place in going],
+            base=None if base is None else [base[place][: lengths[place]] for place in going],
+        )
+    )
+
+
+def _last(ids: Tensor, count: int) -> list[int]:
+    return ids[len(ids) - count :].tolist()
 
 
 def _choose(scores: Tensor, sample: bool) -> Tensor:

@@ -42,7 +42,7 @@ from .formats.target_copies import TargetCopies
 from .heads import MARKOV_HEADS, ConfidenceHead
 from .load_profile import LoadProfile
 from .packing import PackedLinear
-from .statistics import Statistics
+from .statistics import Round, Statistics
 
 logger = logging.get_logger(__name__)
 
@@ -156,6 +156,8 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         confidence_threshold (`float`, defaults to 0.5): for `scheduling="threshold"`.
         threshold_on (`str`, defaults to `"conditional"`): whether the threshold applies to each c_k or to their product.
         statistics ([`Statistics`]): counts and seconds of the latest `generate`.
+        on_round (callable, *optional*): called with a [`Round`] after every forward of the target, prefill included; for
+            traces and displays.
     """
 
     d2t: Tensor
@@ -180,6 +182,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self.confidence_threshold = 0.5
         self.threshold_on = "conditional"
         self.statistics = Statistics(config.num_draft_tokens)
+        self.on_round: Callable[[Round], None] | None = None
         self._target: _BoundTarget | None = None
         self._target_copies: TargetCopies | None = None
         self.post_init()

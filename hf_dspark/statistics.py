@@ -5,10 +5,34 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 PHASES = ("prefill", "draft", "head", "schedule", "verify", "rest")
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one forward of the target brought, for each of the N rows that still generated.
+
+    Args:
+        rows (`list[int]`): their numbers in the batch of the call.
+        drafted (`list[list[int]]`): draft tokens that were verified; none in the prefill and in plain steps.
+        accepted (`list[int]`): how many of them the target agreed with.
+        committed (`list[list[int]]`): tokens the row has grown by: the accepted ones and the target's own, less what lies
+            behind a stop.
+        confidence (`list[list[float]]`, *optional*): what the scheduler read, or with `scheduling="full"` would have read;
+            `None` without a confidence head and in rounds without a draft.
+        base (`list[list[int]]`, *optional*): likeliest tokens before the sequential head, for each token of `drafted`.
+    """
+
+    rows: list[int]
+    drafted: list[list[int]]
+    accepted: list[int]
+    committed: list[list[int]]
+    confidence: list[list[float]] | None = None
+    base: list[list[int]] | None = None
 
 
 class Statistics:

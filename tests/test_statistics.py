@@ -162,3 +162,33 @@ def test_phases_on_an_accelerator_are_timed_by_events(monkeypatch):
     assert statistics.seconds["draft"] == 0.5 and statistics.seconds["verify"] == 0.25
     assert statistics.seconds["rest"] == 1.25
     json.dumps(statistics.to_dict())
+
+
+@pytest.mark.parametrize("mode", ["full", "threshold", "presampled", None])
+@pytest.mark.parametrize("lengths", [[5], [2, 7, 4]])
+def test_a_listener_hears_every_token(mode, lengths):
+    target = tiny_target("qwen3")
+    drafter = tiny_drafter(target)
+    drafter.load_profile, drafter.scheduling = jagged_profile(), mode
+    inputs = padded_prompts(lengths)
+    silent = generate(target, inputs, drafter)
+    rounds = []
+    drafter.on_round = rounds.append
+    heard = generate(target, inputs, drafter)
+    assert torch.equal(silent, heard)
+
+    texts = [[] for _ in lengths]
+    for one in rounds:
+        for place, row in enumerate(one.rows):
+            texts[row] += one.committed[place]
+            kept = min(one.accepted[place], len(one.committed[place]))
+            assert one.committed[place][:kept] == one.drafted[place][:kept]
+            assert one.base is None or len(one.base[place]) == len(one.drafted[place])
+            assert one.confidence is None or all(0 <= c <= 1 for c in one.confidence[place])
+    start = inputs["input_ids"].shape[1]
+    assert texts == heard[:, start:].tolist()
+    assert rounds[0].drafted == [[]] * len(lengths) and rounds[0].confidence is None
+    statistics = drafter.statistics
+    assert sum(len(drafted) for one in rounds for drafted in one.drafted) == statistics.scheduled
+    assert sum(map(sum, (one.accepted for one in rounds))) == statistics.accepted
+    assert any(one.confidence is not None for one in rounds)
