@@ -80,7 +80,10 @@ def train(
     max_length: Annotated[int, typer.Option(min=8, help="Longest conversation, in tokens.")] = 1024,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints and evaluations.")] = 100,
     seed: Annotated[int, typer.Option(help="Seed of data order, anchors and new weights.")] = 0,
-    from_target: Annotated[bool, typer.Option(help="Start a new drafter from the target's weights.")] = True,
+    from_target: Annotated[bool, typer.Option(help="Start a new drafter from what target and text tell.")] = True,
+    cache_states: Annotated[
+        Path | None, typer.Option(help="Folder to keep the target's states in, so that it runs only once over the text.")
+    ] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint in --output.")] = False,
 ) -> None:
     """Train a drafter for a target, which stays frozen and runs on the fly.
@@ -121,6 +124,7 @@ def train(
         mask_token_id=mask_token_id,
         max_sequence_length=max_length,
         start=from_target,
+        cache_folder=cache_states,
         resume=resume,
         num_hidden_layers=layers,
         block_size=block_size,

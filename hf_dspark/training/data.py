@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
+
+CACHED_STATES = ("context_states", "last_states")  # of a target, beside the tokens of an example
 
 
 def read_records(path: str | Path, accepts: Callable[[Any], bool], expected: str) -> Iterator[dict[str, Any]]:
@@ -153,7 +156,7 @@ def most_used_tokens(examples: Iterable[dict[str, Any]], size: int, always: Iter
 
 
 def collate(examples: list[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
-    """Right-pads examples to `input_ids`, `attention_mask` and `loss_mask`, each `(B, S)`."""
+    """Right-pads examples to `input_ids`, `attention_mask` and `loss_mask`, each `(B, S)`; cached states to `(B, S, ·)`."""
     length = max(len(example["input_ids"]) for example in examples)
     input_ids = torch.full((len(examples), length), pad_token_id, dtype=torch.long)
     attention_mask = torch.zeros(len(examples), length, dtype=torch.long)
@@ -163,4 +166,8 @@ def collate(examples: list[dict[str, Any]], pad_token_id: int) -> dict[str, Tens
         input_ids[row, :end] = torch.tensor(example["input_ids"])
         attention_mask[row, :end] = 1
         loss_mask[row, example["prompt_length"] : end] = True
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask}
+    batch = {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask}
+    for name in CACHED_STATES:
+        if name in examples[0]:
+            batch[name] = pad_sequence([example[name] for example in examples], batch_first=True)
+    return batch

@@ -1,12 +1,13 @@
 """A new drafter for a target: its configuration, and weights to start from.
 
-A draft layer has the target's shape, stands right before the target's own norm and LM head, and reads states of the
-target. So it starts as the target's last layers, reading the last captured state; the sequential head starts from the
-directions in which the target's embeddings differ most. Nothing here is needed for correctness: it saves training.
+Three sources, none needed for correctness, all saving training. The target: a draft layer has its shape, and starts as one
+of its last layers. The text: the sequential head is fitted to which token follows which. Least squares: what the first
+layer should read, and what to make of it, see [`~hf_dspark.training.regression_start`].
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from ..configuration_dspark import DSparkConfig, spread_layer_ids
 from ..heads import MarkovHead
 from ..modeling_dspark import DSparkDraftModel
+from .regression_start import norm_multipliers, start_from_regression
 
 
 def config_for_target(target: PreTrainedModel, mask_token_id: int, **overrides: Any) -> DSparkConfig:
@@ -49,6 +51,22 @@ def config_for_target(target: PreTrainedModel, mask_token_id: int, **overrides: 
     return DSparkConfig(**(fields | overrides))
 
 
+def start_drafter(drafter: DSparkDraftModel, target: PreTrainedModel, examples: Sequence[dict[str, Any]]) -> None:
+    """Gives a new drafter its starting weights.
+
+    Args:
+        drafter ([`DSparkDraftModel`]): new, its draft vocabulary chosen; changed in place and bound to the target.
+        target (`PreTrainedModel`): the target.
+        examples (sequence of `dict`): training text, from [`~hf_dspark.training.data.read_examples`], with cached states
+            where there are some.
+    """
+    drafter.bind(target)
+    start_from_target(drafter, target)
+    if drafter.markov_head is not None and drafter.config.markov_head_type != "rnn":
+        start_head_from_text(drafter, target, examples)
+    start_from_regression(drafter, target, examples)
+
+
 def _plain_rope(rope: dict | None) -> dict | None:
     """The full-attention entry where a target has several."""
     if rope is not None and "full_attention" in rope:
@@ -62,12 +80,12 @@ def start_from_target(drafter: DSparkDraftModel, target: PreTrainedModel) -> lis
 
     Args:
         drafter ([`DSparkDraftModel`]): changed in place.
-        target (`PreTrainedModel`): source of layers, norms and embedding directions.
+        target (`PreTrainedModel`): source of layers and embedding directions.
 
     Returns:
         `list[str]`: names of the parameters that were set.
     """
-    available = _multipliers(target.get_decoder())
+    available = norm_multipliers(target.get_decoder())
     first = drafter.config.num_target_layers - len(drafter.layers)
     copied: list[str] = []
 
@@ -90,40 +108,16 @@ def start_from_target(drafter: DSparkDraftModel, target: PreTrainedModel) -> lis
                 scaled = projection.float() * available[f"{theirs}input_layernorm.weight"]
                 size = scaled.square().sum(1).mean().sqrt()
                 copy(f"{mine}self_attn.{part}_norm.weight", size.expand(drafter.config.head_dim))
-    copy("norm.weight", available.get("norm.weight"))
-    copy("hidden_norm.weight", available.get(f"layers.{first}.input_layernorm.weight"))
-    width = drafter.config.target_hidden_size
-    if width == drafter.config.hidden_size:
-        drafter.fc.weight.zero_()
-        drafter.fc.weight[:, -width:] = torch.eye(width)
-        copied.append("fc.weight")
     if drafter.markov_head is not None:
         _start_markov(drafter.markov_head, target.get_input_embeddings().weight.detach())
         copied += ["markov_head.markov_w1.weight", "markov_head.markov_w2.weight"]
     return copied
 
 
-def _multipliers(decoder: nn.Module) -> dict[str, Tensor]:
-    """A decoder's floating-point parameters by name, those of RMSNorms in the form we keep them.
-
-    What such a norm multiplies by is what it makes of ones: its weight in most families, one more than its weight in
-    Gemma.
-    """
-    found: dict[str, Tensor] = {
-        name: parameter for name, parameter in decoder.named_parameters() if parameter.is_floating_point()
-    }
-    for name, module in decoder.named_modules():
-        weight = found.get(f"{name}.weight")
-        is_norm = name == "norm" or name.endswith(("_norm", "layernorm"))
-        if is_norm and weight is not None and not isinstance(module, nn.LayerNorm):
-            found[f"{name}.weight"] = module(torch.ones_like(weight))
-    return found
-
-
 def start_head_from_text(
     drafter: DSparkDraftModel,
     target: PreTrainedModel,
-    examples: list[dict[str, Any]],
+    examples: Sequence[dict[str, Any]],
     steps: int = 300,
     batch_size: int = 1024,
     learning_rate: float = 0.01,
@@ -131,7 +125,7 @@ def start_head_from_text(
     """Fits the sequential head to which token follows which in the answers, before any other training.
 
     Predecessors enter through a linear map of the target's embedding, so that tokens the text never shows start like their
-    neighbours. The backbone's logits are turned down, so that training starts from these habits and not from noise.
+    neighbours.
 
     Args:
         drafter ([`DSparkDraftModel`]): with a vanilla or gated sequential head; changed in place. The recurrent head does not
@@ -181,7 +175,6 @@ def start_head_from_text(
         # A gate that knows nothing yet lets half of W1 through.
         gain = 2.0 if drafter.config.markov_head_type == "gated" else 1.0
         head.markov_w2.weight.copy_(gain * torch.cat([log_unigram[:, None], out], dim=1))
-        drafter.norm.weight.mul_(0.2)
     return recent
 
 

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import Subset
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy
 
 from ..modeling_dspark import DSparkDraftModel
 from .data import most_used_tokens, read_examples, token_list
-from .initialization import config_for_target, start_from_target, start_head_from_text
+from .initialization import config_for_target, start_drafter
+from .state_cache import cache_target_states
 from .trainer import DSparkTrainer, DSparkTrainingArguments
 
 
@@ -30,6 +32,7 @@ def train_drafter(
     validation_examples: int = 32,
     chat_template_kwargs: dict | None = None,
     start: bool = True,
+    cache_folder: str | Path | None = None,
     resume: bool = False,
     **config_overrides: Any,
 ) -> tuple[DSparkDraftModel, DSparkTrainer]:
@@ -47,7 +50,11 @@ def train_drafter(
         validation_examples (`int`, defaults to 32): conversations set aside, the last ones after shuffling with the
             seed, and a tenth of all at most; where that leaves none, nothing is evaluated.
         chat_template_kwargs (`dict`, *optional*): passed to the chat template.
-        start (`bool`, defaults to `True`): whether a new drafter starts from the target's weights.
+        start (`bool`, defaults to `True`): whether a new drafter starts from the target's weights, from which token
+            follows which in the answers, and from least squares on the target's states, see
+            [`~hf_dspark.training.initialization`].
+        cache_folder (`str` or `Path`, *optional*): where to keep the target's states, so that the target runs once over
+            the text instead of in every step; see [`~hf_dspark.training.state_cache`] for what that takes on disk.
         resume (`bool`, defaults to `False`): go on from the last checkpoint in `args.output_dir`, if there is one; the
             drafter then is the checkpoint's.
         config_overrides: fields of [`DSparkConfig`] for a new drafter, e.g. `num_hidden_layers=2,
@@ -67,8 +74,8 @@ def train_drafter(
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(args.seed)).tolist()
     examples = [examples[i] for i in order]
     held_out = min(validation_examples, len(examples) // 10)
-    training, validation = examples[: len(examples) - held_out], examples[len(examples) - held_out :]
-    if not validation:
+    split = len(examples) - held_out
+    if not held_out:
         args = copy.copy(args)
         args.eval_strategy = IntervalStrategy.NO
 
@@ -76,18 +83,23 @@ def train_drafter(
     if checkpoint is not None:
         # Shape, mask token and draft vocabulary of the run so far, even if the data has changed since.
         drafter = DSparkDraftModel.from_pretrained(checkpoint)
+    new = drafter is None
     if drafter is None:
         mask_token_id = _mask_token(mask_token_id, tokenizer, examples, target.config.get_text_config(decoder=True))
         drafter = DSparkDraftModel(config_for_target(target, mask_token_id, **config_overrides))
         if drafter.config.draft_vocab_size is not None:
             always = token_list(drafter.config.eos_token_id)
-            drafter.set_draft_vocabulary(most_used_tokens(training, drafter.config.draft_vocab_size, always))
-        if start:
-            start_from_target(drafter, target)
-            if drafter.markov_head is not None and drafter.config.markov_head_type != "rnn":
-                start_head_from_text(drafter, target, training)
+            drafter.set_draft_vocabulary(most_used_tokens(examples[:split], drafter.config.draft_vocab_size, always))
+    dataset: Any = examples
+    if cache_folder is not None:
+        with args.main_process_first(desc="target states"):
+            dataset = cache_target_states(target, examples, drafter.config.target_layer_ids, cache_folder)
+    training: Any = Subset(dataset, range(split))
+    validation = Subset(dataset, range(split, len(examples)))
+    if new and start:
+        start_drafter(drafter, target, training)
     trainer = DSparkTrainer(
-        drafter, target, args, train_dataset=training, eval_dataset=validation or None, processing_class=tokenizer
+        drafter, target, args, train_dataset=training, eval_dataset=validation if held_out else None, processing_class=tokenizer
     )
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()

@@ -1,7 +1,8 @@
 """Training a drafter with `transformers.Trainer` and the frozen target run on the fly.
 
 The reference implementation first writes the target's hidden states of all training text to disk (38 TB for a 4B
-target). Here the target runs inside the training step, without gradients, and its states are gone with the step.
+target). Here the target runs inside the training step, without gradients, and its states are gone with the step; examples
+that bring their states along (see [`~hf_dspark.training.state_cache`]) are taken at their word.
 Everything around the loss (several processes, resuming, schedules, logging, uploading) is the host's Trainer.
 """
 
@@ -24,9 +25,10 @@ from transformers import (
 from ..cache import format_mask
 from ..modeling_dspark import DSparkDraftModel
 from .blocks import block_visibility, build_blocks, sample_anchors
-from .data import collate
+from .data import CACHED_STATES, collate
 from .loss import LossOutput, LossWeights, dspark_loss, slot_weights
 from .muon import MuonWithAdamW, parameter_groups
+from .state_cache import captured_states
 
 
 @dataclass
@@ -133,16 +135,11 @@ class DSparkTrainer(Trainer):
         blocks = build_blocks(
             input_ids, loss_mask, anchors, keep, config.block_size, config.mask_token_id, config.sample_from_anchor
         )
-        with torch.no_grad():
-            states = self.target.base_model(
-                input_ids=input_ids,
-                attention_mask=inputs["attention_mask"],
-                output_hidden_states=[layer + 1 for layer in config.target_layer_ids],
-                use_cache=False,
-            )
-        context = drafter.project_context(
-            torch.cat([states.hidden_states[layer + 1] for layer in config.target_layer_ids], dim=-1)
-        )
+        if CACHED_STATES[0] in inputs:
+            captured, last_states = (inputs[name] for name in CACHED_STATES)
+        else:
+            captured, last_states = captured_states(self.target, input_ids, inputs["attention_mask"], config.target_layer_ids)
+        context = drafter.project_context(captured)
         visible = block_visibility(anchors, keep, config.block_size, length, config.sliding_window)
         positions = torch.cat(
             [torch.arange(length, device=input_ids.device).expand(batch, -1), blocks.positions.flatten(1)], dim=1
@@ -165,7 +162,7 @@ class DSparkTrainer(Trainer):
             blocks.previous.flatten(0, 1)[kept],
             blocks.labels.flatten(0, 1)[kept],
             supervised,
-            states.last_hidden_state.flatten(0, 1),
+            last_states.flatten(0, 1),
             (blocks.sources + rows).flatten(0, 1)[kept],
             args.loss_weights,
             args.max_logit_positions,
