@@ -17,13 +17,13 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from speed import read_prompts
 from transformers.utils import logging
 
 from hf_dspark import LoadProfile
 from hf_dspark.candidate_generator import SCHEDULING_MODES
 from hf_dspark.demo import load_default
-from hf_dspark.evaluation.comparison import match_texts
+from hf_dspark.demo.show import PROMPTS
+from hf_dspark.evaluation import encode_prompts, match_texts, read_prompt_sets
 
 # Relative costs of a forward by its number of tokens, jagged like a processor's.
 PROFILE = LoadProfile({1: 20.0, 2: 12.0, 3: 10.0, 4: 11.0, 5: 12.5, 6: 11.5, 8: 11.0, 16: 9.5, 32: 7.0, 64: 4.5}, 0.005)
@@ -40,18 +40,16 @@ def main() -> None:
     arguments = parser.parse_args()
 
     logging.set_verbosity_error()
-    prompts = [prompt for texts in read_prompts(arguments.prompts, arguments.count).values() for prompt in texts]
+    prompts: list = list(PROMPTS)
+    if arguments.prompts is not None:
+        prompts = [prompt for texts in read_prompt_sets([arguments.prompts], arguments.count).values() for prompt in texts]
     target, tokenizer, drafter = load_default()
     drafter.load_profile = PROFILE
     counts: dict[str, Counter[str]] = {}
     lengths: dict[str, list[float]] = {}
     for batch_size in arguments.batch_sizes:
         for start in range(0, len(prompts), batch_size):
-            texts = [
-                tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False)
-                for prompt in prompts[start : start + batch_size]
-            ]
-            inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+            inputs = encode_prompts(tokenizer, prompts[start : start + batch_size])
             options = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
             plain = target.generate(**inputs, **options)
             for mode in arguments.modes:

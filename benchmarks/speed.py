@@ -25,20 +25,7 @@ import hf_dspark
 from hf_dspark import LoadProfile, pack_linears
 from hf_dspark.demo import load_default
 from hf_dspark.demo.show import PROMPTS
-from hf_dspark.evaluation.comparison import compare, summarise
-
-SETTINGS = {"T=0": {"do_sample": False}, "T=1": {"do_sample": True, "temperature": 1.0, "top_k": 50}}
-
-
-def read_prompts(folder: Path | None, count: int) -> dict[str, list[str]]:
-    """The first prompts of each JSONL file in a folder, by the file's name."""
-    if folder is None:
-        return {"built-in": list(PROMPTS)}
-    sets = {}
-    for path in sorted(folder.glob("*.jsonl")):
-        lines = path.read_text(encoding="utf-8").splitlines()[:count]
-        sets[path.stem] = [json.loads(line)["prompt"] for line in lines]
-    return sets
+from hf_dspark.evaluation import SETTINGS, compare, read_prompt_sets, summarise
 
 
 def main() -> None:
@@ -53,7 +40,9 @@ def main() -> None:
     arguments = parser.parse_args()
 
     logging.set_verbosity_error()
-    prompts = read_prompts(arguments.prompts, arguments.count)
+    prompts = {"built-in": PROMPTS}
+    if arguments.prompts is not None:
+        prompts = read_prompt_sets([arguments.prompts], arguments.count)
     target, tokenizer, drafter = load_default()
     drafter.scheduling = arguments.scheduling
     results: dict = {

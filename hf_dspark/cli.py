@@ -1,4 +1,4 @@
-"""The command line: `hf-dspark demo`, `train`, `regenerate`, `profile`."""
+"""The command line: `hf-dspark` with its commands, each a thin layer over a public function."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import typer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from .modeling_dspark import DSparkDraftModel
+
 app = typer.Typer(
     help="DSpark speculative decoding for transformers.",
     no_args_is_help=True,
@@ -21,6 +23,9 @@ app = typer.Typer(
 )
 
 Target = Annotated[str, typer.Option(help="Target model: a folder, a repo id, or 'default' for the embedded SmolLM2.")]
+
+Drafter = Annotated[str, typer.Option(help="Drafter: a folder, a repo id, or 'default' for the one that comes along.")]
+JsonOutput = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
 def _load_target(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -42,6 +47,28 @@ def _load_target(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         except OSError as error:
             raise OSError(f"the target {name!r} could not be loaded: {error}") from error
     return model.to(device), tokenizer  # type: ignore[arg-type]
+
+
+def _load_drafter(name: str, target: PreTrainedModel | None = None) -> DSparkDraftModel:
+    """A drafter by name: in precision and on the device of a target, or as it is on disk."""
+    from .demo import DRAFTER_FOLDER
+    from .modeling_dspark import DSparkDraftModel
+
+    folder = DRAFTER_FOLDER if name == "default" else name
+    if target is None:
+        return DSparkDraftModel.from_pretrained(folder)
+    drafter = DSparkDraftModel.from_pretrained(folder, dtype=target.dtype)
+    return drafter.to(target.device)  # type: ignore[arg-type]
+
+
+def _settings(temperatures: list[float] | None) -> dict[str, dict]:
+    """Arguments of `generate` by name, for the temperatures asked for."""
+    from .evaluation import SETTINGS
+
+    if not temperatures:
+        return SETTINGS
+    sampled = SETTINGS["T=1"]
+    return {f"T={t:g}": SETTINGS["T=0"] if t == 0 else sampled | {"temperature": t} for t in temperatures}
 
 
 @app.command()
@@ -172,6 +199,115 @@ def regenerate(
         seed=seed,
     )
     print(f"{written} answers added to {output}.")
+
+
+@app.command()
+def evaluate(
+    prompts: Annotated[list[Path], typer.Option(help="JSONL of prompts, or a folder of such files; may be repeated.")],
+    target: Target = "default",
+    drafter: Drafter = "default",
+    count: Annotated[int | None, typer.Option(min=1, help="Prompts of each file; all when not given.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per call.")] = 1,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0.0, help="0 is greedy; may be repeated. 0 and 1 when not given.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file for everything measured.")] = None,
+    pictures: Annotated[Path | None, typer.Option(help="Folder for pictures.")] = None,
+    json_output: JsonOutput = False,
+) -> None:
+    """Measure a drafter by real rollouts: accepted length, acceptance by position, what its confidences are worth.
+
+    Every draft is verified to its end. Example: hf-dspark evaluate --prompts prompts.jsonl --pictures pictures
+    """
+    from .evaluation import draw_evaluation, read_prompt_sets
+    from .evaluation import evaluate as run
+    from .formats.files import write_text
+
+    model, tokenizer = _load_target(target)
+    draft_model = _load_drafter(drafter, model)
+    results = []
+    if not json_output:
+        print(f"{'':<5} {'prompts':<12} {'tau':>5}  {'acceptance by position, given those before':<44}   ECE   AUC  text")
+    for row in run(
+        model,
+        tokenizer,
+        draft_model,
+        read_prompt_sets(prompts, count),
+        settings=_settings(temperature),
+        batch_size=batch_size,
+        max_new_tokens=max_new_tokens,
+    ):
+        results.append(row)
+        if output is not None:
+            write_text(output, json.dumps(results, indent=1) + "\n")
+        if not json_output:
+            print(_evaluation_line(row), flush=True)
+    if pictures is not None:
+        for path in draw_evaluation(results, pictures):
+            if not json_output:
+                print(path)
+    if json_output:
+        print(json.dumps(results))
+
+
+def _evaluation_line(row: dict) -> str:
+    """One row of `evaluate` for the terminal; ECE and AUC are those of the first position."""
+    by_position = " ".join("   - " if e["conditional"] is None else f"{e['conditional']:.2f} " for e in row["reliability"])
+    first = row["reliability"][0]
+    ece = f"{first['ece']:5.3f}" if first["blocks"] else "    -"
+    auc = f"{first['auc']:5.2f}" if first.get("auc") is not None else "    -"
+    match = ", ".join(f"{count} {name}" for name, count in row["match"].items())
+    return f"{row['setting']:<5} {row['prompts'][:12]:<12} {row['tau']:>5.2f}  {by_position:<44} {ece} {auc}  {match}"
+
+
+@app.command()
+def calibrate(
+    prompts: Annotated[list[Path], typer.Option(help="JSONL of prompts, or a folder of such files; may be repeated.")],
+    output: Annotated[Path, typer.Option(help="Folder to save the calibrated drafter to; may be the drafter's own.")],
+    target: Target = "default",
+    drafter: Drafter = "default",
+    count: Annotated[int | None, typer.Option(min=1, help="Prompts of each file; all when not given.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per call.")] = 1,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0.0, help="0 is greedy; may be repeated. 0 and 1 when not given.")
+    ] = None,
+    sts: Annotated[Path | None, typer.Option(help="Also write the temperatures as SGLang's STS JSON.")] = None,
+    json_output: JsonOutput = False,
+) -> None:
+    """Fit the temperatures of a drafter's confidences to rollouts, and save them with it.
+
+    Example: hf-dspark calibrate --prompts held_out.jsonl --output calibrated-drafter
+    """
+    from dataclasses import asdict
+
+    from .evaluation import fit_temperatures, read_prompt_sets, roll_out
+
+    model, tokenizer = _load_target(target)
+    draft_model = _load_drafter(drafter, model)
+    sets = read_prompt_sets(prompts, count)
+    blocks = [
+        block
+        for options in _settings(temperature).values()
+        for conversations in sets.values()
+        for block in roll_out(
+            model, tokenizer, draft_model, conversations, batch_size=batch_size, max_new_tokens=max_new_tokens, **options
+        )
+    ]
+    found = fit_temperatures(blocks, draft_model, dataset=", ".join(sets))
+    stored = _load_drafter(drafter)  # as it is on disk: what was loaded to run may be in another precision
+    stored.config.confidence_temperatures = found.temperatures
+    stored.save_pretrained(output)
+    if sts is not None:
+        found.save(sts)
+    if json_output:
+        print(json.dumps(asdict(found)))
+        return
+    print(f"{found.num_samples} blocks\n{'position':>8} {'temperature':>12} {'ECE before':>11} {'after':>7}")
+    for position, values in enumerate(zip(found.temperatures, found.ece_before, found.ece_after, strict=True), start=1):
+        print("{:>8} {:>12.2f} {:>11.3f} {:>7.3f}".format(position, *values))
+    print(f"Drafter saved to {output}.")
 
 
 @app.command()

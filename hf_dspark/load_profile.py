@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from .cache import SlotCache
+from .formats.files import write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -255,14 +256,7 @@ class LoadProfile:
             "interpolation": self.interpolation,
             "request_seconds": self.request_seconds,
         }
-        text = json.dumps(content, indent=2) + "\n"
-        path = Path(path)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_text(Path(path), json.dumps(content, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> LoadProfile:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hf_dspark import DSparkDraftModel, LoadProfile, cli
 
-COMMANDS = ("demo", "train", "regenerate", "profile")
+COMMANDS = ("demo", "train", "regenerate", "evaluate", "calibrate", "profile")
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +110,47 @@ def test_profile(folder, tmp_path):
     assert milliseconds.keys() == {str(size) for size in measured.steps_per_second}
     assert milliseconds["1"] == pytest.approx(1e3 * measured.step_seconds(1), abs=0.01)
     assert measured.draft_seconds > 0
+
+
+def test_evaluate(folder, tmp_path):
+    arguments = [
+        "evaluate",
+        "--prompts",
+        folder / "prompts.jsonl",
+        "--target",
+        folder / "target",
+        "--drafter",
+        folder / "drafter",
+    ]
+    arguments += ["--count", 3, "--max-new-tokens", 12, "--output", tmp_path / "results.json"]
+    printed = invoke(*arguments, "--pictures", tmp_path / "pictures")
+    lines = [line.split() for line in printed.splitlines() if line.startswith("T=")]
+    rows = json.loads((tmp_path / "results.json").read_text())
+    assert [line[:3] for line in lines] == [[row["setting"], "prompts", f"{row['tau']:.2f}"] for row in rows]
+    assert [row["setting"] for row in rows] == ["T=0", "T=1"]
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"acceptance.png", "thresholds.png", "reliability.png"}
+    (only,) = json.loads(invoke(*arguments, "--temperature", 0.5, "--json").splitlines()[-1])
+    assert only["setting"] == "T=0.5" and sum(only["match"].values()) == 3
+
+
+def test_calibrate(folder, tmp_path):
+    arguments = [
+        "calibrate",
+        "--prompts",
+        folder / "prompts.jsonl",
+        "--target",
+        folder / "target",
+        "--drafter",
+        folder / "drafter",
+    ]
+    arguments += ["--max-new-tokens", 24, "--output", tmp_path / "calibrated", "--sts", tmp_path / "sts.json"]
+    printed = invoke(*arguments)
+    assert f"Drafter saved to {tmp_path / 'calibrated'}." in printed
+    temperatures = json.loads((tmp_path / "sts.json").read_text())["temperatures"]
+    assert DSparkDraftModel.from_pretrained(tmp_path / "calibrated").config.confidence_temperatures == temperatures
+    assert len(temperatures) == 5 and temperatures != [1.0] * 5
+    again = json.loads(invoke(*arguments, "--json").splitlines()[-1])
+    assert again["temperatures"] == temperatures
 
 
 def test_failures_say_one_line(folder, answers, tmp_path, monkeypatch, capsys):

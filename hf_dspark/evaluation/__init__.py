@@ -1,5 +1,28 @@
-"""Measuring drafters: speed beside plain decoding, and whether the text is the same."""
+"""Measuring drafters: speed beside plain decoding, whether the text is the same, and what the confidences are worth."""
 
-from .comparison import Comparison, compare, first_difference, match_texts, summarise
+from .calibration import Calibration, fit_temperatures
+from .comparison import Comparison, compare, encode_prompts, first_difference, match_texts, summarise
+from .pictures import draw_evaluation
+from .reliability import Block, expected_calibration_error, recorded_blocks, reliability, threshold_sweep
+from .rollouts import SETTINGS, evaluate, read_prompt_sets, roll_out
 
-__all__ = ["Comparison", "compare", "first_difference", "match_texts", "summarise"]
+__all__ = [
+    "SETTINGS",
+    "Block",
+    "Calibration",
+    "Comparison",
+    "compare",
+    "draw_evaluation",
+    "encode_prompts",
+    "evaluate",
+    "expected_calibration_error",
+    "first_difference",
+    "fit_temperatures",
+    "match_texts",
+    "read_prompt_sets",
+    "recorded_blocks",
+    "reliability",
+    "roll_out",
+    "summarise",
+    "threshold_sweep",
+]

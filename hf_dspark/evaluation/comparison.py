@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling_dspark import DSparkDraftModel
 
@@ -67,7 +67,7 @@ def compare(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     drafter: DSparkDraftModel,
-    prompts: list[str],
+    prompts: Sequence[str | list[dict[str, str]]],
     *,
     batch_size: int = 1,
     seed: int = 0,
@@ -79,7 +79,7 @@ def compare(
         target (`PreTrainedModel`): the target.
         tokenizer (`PreTrainedTokenizerBase`): its tokenizer, with a chat template.
         drafter ([`DSparkDraftModel`]): its drafter.
-        prompts (`list[str]`): user turns.
+        prompts (sequence of `str` or `list[dict]`): user turns, or conversations that end with one.
         batch_size (`int`, defaults to 1): prompts per call.
         seed (`int`, defaults to 0): seed set before every call.
         generate_kwargs: for both calls, e.g. `max_new_tokens=128, do_sample=False`.
@@ -91,11 +91,7 @@ def compare(
     sample = generate_kwargs.get("do_sample", config.do_sample)
     ends = generate_kwargs.get("eos_token_id", config.eos_token_id)
     for start in range(0, len(prompts), batch_size):
-        texts = [
-            tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False)
-            for prompt in prompts[start : start + batch_size]
-        ]
-        inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+        inputs = encode_prompts(tokenizer, prompts[start : start + batch_size])
         inputs = inputs.to(target.device)
         outputs: dict[str, list[Tensor]] = {}
         seconds: dict[str, float] = {}
@@ -129,6 +125,19 @@ def compare(
             match=next(match for match in ("differs", "near-tie", "same", "sampled") if match in matches),
             seconds=dict(counts.seconds),
         )
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | list[dict[str, str]]]) -> BatchEncoding:
+    """User turns, or conversations that end with one, as a left-padded batch that waits for the answers."""
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        for prompt in prompts
+    ]
+    return tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
 
 
 def _without_padding(ids: Tensor, prompt_length: int, ends: int | list[int] | None) -> list[Tensor]:

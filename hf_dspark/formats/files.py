@@ -220,6 +220,16 @@ def opened(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"{file} has changed since it was first read ({error}). Load the drafter again.") from error
 
 
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file completely, or not at all; an existing one is replaced."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 @contextmanager
 def replaced_files(folder: Path, variant: str | None = None) -> Iterator[Path]:
     """Gives an empty folder to write a checkpoint to; at the end its files replace those of `folder`, one by one.

@@ -62,6 +62,30 @@ def is_conversation(messages: Any) -> bool:
     )
 
 
+def read_prompts(path: str | Path) -> Iterator[list[dict[str, str]]]:
+    """Conversations that wait for an answer.
+
+    Args:
+        path (`str` or `Path`): JSONL of `{"prompt": str}` or `{"messages": [...]}`, the latter without an answer.
+
+    Yields:
+        `list[dict[str, str]]`: the messages of each line.
+
+    Raises:
+        ValueError: a line is of neither form; the message names file and line.
+    """
+
+    def accepts(record: Any) -> bool:
+        if not isinstance(record, dict):
+            return False
+        if isinstance(record.get("prompt"), str):
+            return True
+        return is_conversation(record.get("messages")) and record["messages"][-1]["role"] != "assistant"
+
+    for record in read_records(path, accepts, '{"prompt": "..."} or {"messages": [...]} that ends before the answer'):
+        yield record.get("messages") or [{"role": "user", "content": record["prompt"]}]
+
+
 def _is_answered(record: Any, vocab_size: int) -> bool:
     if not isinstance(record, dict) or not is_conversation(record.get("messages")):
         return False

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache import SlotCache, format_mask
-from .data import is_conversation, read_records, render_prompt, token_list
+from .data import is_conversation, read_prompts, read_records, render_prompt, token_list
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def regenerate_file(
     Raises:
         ValueError: a line of either file is not of its form, or a prompt leaves no room for an answer.
     """
-    conversations = list(_read_prompts(prompts_path))
+    conversations = list(read_prompts(prompts_path))
     done = _read_done(Path(output_path))
     requests, numbers = [], Counter[str]()
     limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -125,18 +125,6 @@ def regenerate_file(
             progress.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tokens/s", refresh=False)
             progress.update()
     return len(requests)
-
-
-def _read_prompts(path: str | Path) -> Iterator[list[dict[str, str]]]:
-    def accepts(record: Any) -> bool:
-        if not isinstance(record, dict):
-            return False
-        if isinstance(record.get("prompt"), str):
-            return True
-        return is_conversation(record.get("messages")) and record["messages"][-1]["role"] != "assistant"
-
-    for record in read_records(path, accepts, '{"prompt": "..."} or {"messages": [...]} that ends before the answer'):
-        yield record.get("messages") or [{"role": "user", "content": record["prompt"]}]
 
 
 def _read_done(path: Path) -> set[tuple[str, int]]:

@@ -1,0 +1,173 @@
+"""What evaluation says about confidences, on blocks whose quality is known, and the commands around it."""
+
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+from tiny import PAD, tiny_drafter, tiny_target
+from tiny_tokenizer import text, tiny_tokenizer
+
+from hf_dspark.evaluation import (
+    Block,
+    Calibration,
+    draw_evaluation,
+    evaluate,
+    expected_calibration_error,
+    fit_temperatures,
+    read_prompt_sets,
+    recorded_blocks,
+    reliability,
+    roll_out,
+    threshold_sweep,
+)
+
+PROMPTS = [text(tokens) for tokens in ([7, 9], [11, 8, 30, 21], [12], [20, 31, 44, 17, 19, 6])]
+OPTIONS = {"max_new_tokens": 30, "eos_token_id": None, "pad_token_id": PAD}
+
+
+def simulated_blocks(count=6000, length=5, temperature=1.0, seed=0):
+    """Tokens survive with the very probability σ(logit); the confidence says σ(logit / temperature)."""
+    rng = random.Random(seed)
+    blocks = []
+    for _ in range(count):
+        logits = [rng.gauss(0.8, 1.2) for _ in range(length)]
+        accepted = next((k for k, x in enumerate(logits) if rng.random() > 1 / (1 + math.exp(-x))), length)
+        blocks.append(Block([1 / (1 + math.exp(-x / temperature)) for x in logits], length, accepted))
+    return blocks
+
+
+def test_calibration_error_by_hand():
+    promised = np.array([0.1, 0.12, 0.9, 0.95])
+    kept = np.array([0.0, 1.0, 1.0, 1.0])
+    # bins of a half: |0.22 − 1| and |1.85 − 2|, over four
+    assert expected_calibration_error(promised, kept, bins=2) == pytest.approx((0.78 + 0.15) / 4)
+    assert expected_calibration_error(np.array([1.0]), np.array([1.0])) == 0
+    assert math.isnan(expected_calibration_error(np.array([]), np.array([])))
+
+
+def test_honest_confidences_are_found_honest():
+    rows = reliability(simulated_blocks(), 5)
+    assert [row["position"] for row in rows] == [1, 2, 3, 4, 5]
+    for row in rows:
+        assert row["ece"] < 0.03 and abs(row["promised"] - row["survival"]) < 0.03
+        assert 0.65 < row["auc"] < 0.95 and 0 < row["brier"] < 0.25
+    survivals = [row["survival"] for row in rows]
+    assert survivals == sorted(survivals, reverse=True)
+    assert rows[2]["conditional"] == pytest.approx(survivals[2] / survivals[1])
+
+
+def test_positions_that_nothing_reached():
+    blocks = [Block([0.9, 0.4], 2, 0), Block([0.8], 1, 0)]
+    first, second, third = reliability(blocks, 3)
+    assert (first["blocks"], second["blocks"], third["blocks"]) == (2, 1, 0)
+    assert first["conditional"] == 0 and first["auc"] is None
+    assert second["conditional"] is None and third["conditional"] is None
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_temperatures_undo_a_distortion(temperature):
+    """Whoever divided by T too many finds 1/T, on blocks that were not used for fitting too."""
+    drafter = tiny_drafter(tiny_target())
+    found = fit_temperatures(simulated_blocks(temperature=temperature), drafter, "simulated")
+    assert found.num_samples == 6000 and found.dataset == "simulated"
+    for fitted in found.temperatures:
+        assert fitted == pytest.approx(1 / temperature, rel=0.3)
+    assert sum(found.ece_after) <= sum(found.ece_before)
+    if temperature != 1:
+        assert max(found.ece_after) < 0.03 < max(found.ece_before)
+
+
+def test_present_temperatures_are_taken_out_first():
+    drafter = tiny_drafter(tiny_target())
+    plain = fit_temperatures(simulated_blocks(), drafter)
+    drafter.config.confidence_temperatures = [2.0] * 5
+    assert fit_temperatures(simulated_blocks(temperature=2.0), drafter).temperatures == plain.temperatures
+
+
+def test_nothing_to_calibrate():
+    drafter = tiny_drafter(tiny_target())
+    with pytest.raises(ValueError, match="no draft was recorded"):
+        fit_temperatures([], drafter)
+    bare = tiny_drafter(tiny_target(), enable_confidence_head=False)
+    with pytest.raises(ValueError, match="no confidence head"):
+        fit_temperatures(simulated_blocks(10), bare)
+
+
+def test_calibration_goes_to_a_file_and_back(tmp_path):
+    calibration = Calibration([1.5, 0.75], "held-out", 12, [0.1, 0.2], [0.01, 0.02])
+    calibration.save(tmp_path / "sts.json")
+    assert Calibration.load(tmp_path / "sts.json") == calibration
+    assert set(json.loads((tmp_path / "sts.json").read_text())) == {
+        "temperatures", "dataset", "num_samples", "ece_before", "ece_after",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"temperatures": []}', '{"temperatures": [1, 0]}', '{"temperatures": ["1"]}']
+)
+def test_bad_calibration_files_are_refused(content, tmp_path):
+    (tmp_path / "sts.json").write_text(content)
+    with pytest.raises(ValueError, match=r"sts\.json: expected a JSON object with \"temperatures\""):
+        Calibration.load(tmp_path / "sts.json")
+
+
+def test_thresholds_by_hand():
+    blocks = [Block([0.9, 0.6, 0.8], 3, 2), Block([0.3, 0.9], 2, 1), Block([], 5, 5)]
+    low, middle, high = threshold_sweep(blocks, (0.0, 0.5, 0.95))
+    assert low == {"threshold": 0.0, "verified": 2.5, "accepted": 1.5, "acceptance": 0.6, "tau": 2.5}
+    assert middle == {"threshold": 0.5, "verified": 1.5, "accepted": 1.0, "acceptance": 2 / 3, "tau": 2.0}
+    assert high == {"threshold": 0.95, "verified": 0.0, "accepted": 0.0, "acceptance": None, "tau": 1.0}
+    assert threshold_sweep([Block([], 5, 5)]) == []
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_evaluation_of_real_rollouts(head, tmp_path):
+    target = tiny_target()
+    drafter = tiny_drafter(target, enable_confidence_head=head)
+    sets = {"one": PROMPTS[:2], "two": PROMPTS[2:]}
+    settings = {"T=0": {"do_sample": False, **OPTIONS}, "T=1": {"do_sample": True, **OPTIONS}}
+    settings = {name: {k: v for k, v in options.items() if k != "max_new_tokens"} for name, options in settings.items()}
+    rows = list(evaluate(target, tiny_tokenizer(), drafter, sets, settings=settings, max_new_tokens=30))
+    assert [(row["setting"], row["prompts"]) for row in rows] == [
+        (setting, name) for setting in ("T=0", "T=1") for name in ("one", "two", "all")
+    ]
+    assert drafter.scheduling is None and drafter.on_round is None
+    for row in rows:
+        assert row["tau"] > 1 and len(row["reliability"]) == 5
+        first = row["reliability"][0]
+        assert first["conditional"] > 0.05
+        assert (first["blocks"] > 0) == bool(row["thresholds"]) == head
+    assert sum(rows[0]["match"].values()) == 2 and "differs" not in rows[0]["match"]
+    assert json.loads(json.dumps(rows))[0]["prompts"] == "one"
+    names = [path.name for path in draw_evaluation(rows, tmp_path / "pictures")]
+    assert names == (["acceptance.png", "thresholds.png", "reliability.png"] if head else ["acceptance.png"])
+    assert all((tmp_path / "pictures" / name).stat().st_size > 5000 for name in names)
+
+
+def test_recorded_blocks_are_those_of_the_statistics():
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    drafter.scheduling = "threshold"
+    blocks = roll_out(target, tiny_tokenizer(), drafter, PROMPTS[:1], do_sample=False, **OPTIONS)
+    counts = drafter.statistics
+    assert sum(block.drafted for block in blocks) == counts.scheduled == counts.drafted
+    assert sum(block.accepted for block in blocks) == counts.accepted
+    for position in range(5):
+        assert sum(block.accepted > position for block in blocks) == counts.accepted_per_position[position]
+    assert drafter.scheduling == "threshold"
+    with pytest.raises(RuntimeError), recorded_blocks(drafter):
+        raise RuntimeError
+    assert drafter.scheduling == "threshold" and drafter.on_round is None
+
+
+def test_prompt_sets(tmp_path):
+    (tmp_path / "b.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "three"}]}\n')
+    sets = read_prompt_sets([tmp_path], count=1)
+    assert list(sets) == ["a", "b"]
+    assert sets["a"] == [[{"role": "user", "content": "three"}]] and sets["b"] == [[{"role": "user", "content": "one"}]]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"no \.jsonl file in this folder"):
+        read_prompt_sets([tmp_path / "empty"])
