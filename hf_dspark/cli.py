@@ -58,7 +58,7 @@ def _load_drafter(name: str, target: PreTrainedModel | None = None) -> DSparkDra
     if target is None:
         return DSparkDraftModel.from_pretrained(folder)
     drafter = DSparkDraftModel.from_pretrained(folder, dtype=target.dtype)
-    return drafter.to(target.device)  # type: ignore[arg-type]
+    return drafter.to(target.device)
 
 
 def _settings(temperatures: list[float] | None) -> dict[str, dict]:
@@ -178,14 +178,10 @@ def regenerate(
 
     Example: hf-dspark regenerate --prompts prompts.jsonl --output answers.jsonl --samples 4
     """
-    import torch
-
-    from .packing import pack_linears
     from .training.regenerate import regenerate_file
 
     model, tokenizer = _load_target(target)
-    if model.device.type == "cpu" and model.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        pack_linears(model, rows=batch_size)
+    _pack_for_bulk(model, batch_size)
     written = regenerate_file(
         model,
         tokenizer,
@@ -199,6 +195,51 @@ def regenerate(
         seed=seed,
     )
     print(f"{written} answers added to {output}.")
+
+
+@app.command()
+def synthesize(
+    output: Annotated[Path, typer.Option(help="JSONL of prompts; an existing file is continued.")],
+    count: Annotated[int, typer.Option(min=1, help="Prompts wanted in the file.")],
+    target: Target = "default",
+    temperature: Annotated[float, typer.Option(help="Above 0.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=1, help="Sample from this many tokens.")] = 50,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt, in tokens.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts written at the same time.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+) -> None:
+    """Let the target make up prompts, as its users would write them, for `regenerate` to have answered.
+
+    Example: hf-dspark synthesize --count 1000 --output prompts.jsonl
+    """
+    from .training.synthesize import synthesize_file
+
+    model, tokenizer = _load_target(target)
+    _pack_for_bulk(model, batch_size)
+    counts = synthesize_file(
+        model,
+        tokenizer,
+        output,
+        count,
+        temperature=temperature,
+        top_k=top_k,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        seed=seed,
+    )
+    written = counts.pop("written")
+    dropped = ", ".join(f"{number} {reason}" for reason, number in counts.items() if number)
+    print(f"{written} prompts added to {output}" + (f"; thrown away: {dropped}." if dropped else "."))
+
+
+def _pack_for_bulk(model: PreTrainedModel, rows: int) -> None:
+    """Pre-packed matrices, which pay for many rows, where the processor has them."""
+    import torch
+
+    from .packing import pack_linears
+
+    if model.device.type == "cpu" and model.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        pack_linears(model, rows=rows)
 
 
 @app.command()

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hf_dspark import DSparkDraftModel, LoadProfile, cli
 
-COMMANDS = ("demo", "train", "regenerate", "evaluate", "calibrate", "profile")
+COMMANDS = ("demo", "train", "regenerate", "synthesize", "evaluate", "calibrate", "profile")
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +99,14 @@ def test_regenerate(folder, tmp_path):
     records = [json.loads(line) for line in output.read_text().splitlines()]
     assert [record["temperature"] for record in records] == [1.0] * 12 + [0.0] * 12
     assert all(1 <= len(record["answer_ids"]) <= 5 for record in records)
+
+
+def test_synthesize(folder, tmp_path):
+    output = tmp_path / "prompts.jsonl"
+    printed = invoke("synthesize", "--output", output, "--target", folder / "target", "--count", 3, "--max-new-tokens", 40)
+    lines = output.read_text().splitlines()
+    assert f"{len(lines)} prompts added to {output}" in printed
+    assert all(json.loads(line)["prompt"] for line in lines)
 
 
 def test_profile(folder, tmp_path):

@@ -15,6 +15,8 @@ import numpy as np
 from ..modeling_dspark import DSparkDraftModel
 from ..statistics import Round
 
+THRESHOLDS = tuple(float(value) for value in np.arange(20) / 20)
+
 
 @dataclass(frozen=True)
 class Block:
@@ -112,7 +114,9 @@ def reliability(blocks: Sequence[Block], num_draft_tokens: int) -> list[dict[str
     return rows
 
 
-def threshold_sweep(blocks: Sequence[Block], thresholds: Sequence[float] = tuple(k / 20 for k in range(20))) -> list[dict]:
+def threshold_sweep(
+    blocks: Sequence[Block], thresholds: Sequence[float] = tuple(step / 20 for step in range(20))
+) -> list[dict]:
     """What static thresholds on each c_k would have verified and kept of the recorded drafts.
 
     The rollouts verified every draft to its end, so blocks start where those rounds ended, not where a shorter round would
@@ -129,7 +133,9 @@ def threshold_sweep(blocks: Sequence[Block], thresholds: Sequence[float] = tuple
     rows = []
     known = [block for block in blocks if block.confidence]
     for threshold in thresholds if known else ():
-        lengths = [next((k for k, c in enumerate(block.confidence) if c < threshold), len(block.confidence)) for block in known]
+        lengths = [
+            next((place for place, c in enumerate(block.confidence) if c < threshold), len(block.confidence)) for block in known
+        ]
         verified = sum(lengths)
         accepted = sum(min(length, block.accepted) for length, block in zip(lengths, known, strict=True))
         rows.append(
