@@ -114,9 +114,7 @@ def reliability(blocks: Sequence[Block], num_draft_tokens: int) -> list[dict[str
     return rows
 
 
-def threshold_sweep(
-    blocks: Sequence[Block], thresholds: Sequence[float] = tuple(step / 20 for step in range(20))
-) -> list[dict]:
+def threshold_sweep(blocks: Sequence[Block], thresholds: Sequence[float] = THRESHOLDS) -> list[dict[str, Any]]:
     """What static thresholds on each c_k would have verified and kept of the recorded drafts.
 
     The rollouts verified every draft to its end, so blocks start where those rounds ended, not where a shorter round would
