@@ -115,6 +115,8 @@ def train(
 ) -> None:
     """Train a drafter for a target, which stays frozen and runs on the fly.
 
+    What is saved in the end is the checkpoint with the highest accepted length on conversations set aside.
+
     Example: hf-dspark train --data answers.jsonl --output my-drafter --steps 500 --draft-vocabulary 8192
     """
     from .modeling_dspark import DSparkDraftModel
@@ -138,6 +140,9 @@ def train(
         eval_steps=save_every,
         save_steps=save_every,
         save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="tau",
+        greater_is_better=True,
         logging_steps=max(1, save_every // 10),
         seed=seed,
         report_to=[],

@@ -856,6 +856,38 @@ def test_evaluation_does_not_touch_training(target, examples, tmp_path):
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
 
 
+def test_the_best_checkpoint_is_kept(target, data_file, tmp_path, monkeypatch):
+    """Not the last one, where the accepted length fell again."""
+    taus = iter([1.1, 1.9, 1.3, 1.2])
+    log = DSparkTrainer.log
+
+    def prescribed(self, logs, *args, **kwargs):
+        log(self, logs, *args, **kwargs)
+        if "eval_tau" in logs:
+            logs["eval_tau"] = next(taus)
+
+    monkeypatch.setattr(DSparkTrainer, "log", prescribed)
+    options = arguments(
+        tmp_path, max_steps=4, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, save_total_limit=2,
+        load_best_model_at_end=True, metric_for_best_model="tau", greater_is_better=True,
+    )  # fmt: skip
+    train_drafter(
+        target,
+        tiny_tokenizer(),
+        [data_file],
+        options,
+        num_hidden_layers=2,
+        block_size=5,
+        target_layer_ids=[0, 2],
+        markov_rank=8,
+    )
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    best, last = (load_file(tmp_path / name / "model.safetensors") for name in ("checkpoint-2", "checkpoint-4"))
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in best.items())
+    assert not all(torch.equal(saved[name], value) for name, value in last.items())
+
+
 def test_few_examples_are_not_evaluated(target, data_file, tmp_path):
     few = tmp_path / "few.jsonl"
     few.write_text("".join(data_file.read_text().splitlines(keepends=True)[:6]))
