@@ -357,6 +357,61 @@ def calibrate(
 
 
 @app.command()
+def card(
+    drafter: Annotated[Path, typer.Option(help="Folder of the drafter; its README.md is written.")],
+    base_model: Annotated[str, typer.Option(help="Repo id of the target.")],
+    name: Annotated[str | None, typer.Option(help="Title; the folder's name when not given.")] = None,
+    results: Annotated[Path | None, typer.Option(help="JSON that `hf-dspark evaluate --output` wrote.")] = None,
+    license: Annotated[str | None, typer.Option(help="Such as apache-2.0.")] = None,
+    dataset: Annotated[list[str] | None, typer.Option(help="Repo id of training prompts; may be repeated.")] = None,
+    notes: Annotated[Path | None, typer.Option(help="Markdown to include: how it was trained, on what, for how long.")] = None,
+) -> None:
+    """Write the model card of a drafter from what was measured.
+
+    Example: hf-dspark card --drafter my-drafter --base-model Qwen/Qwen3-4B --results results.json --license apache-2.0
+    """
+    from .card import model_card
+    from .formats.files import write_text
+
+    content = model_card(
+        _load_drafter(str(drafter)),
+        name or drafter.resolve().name,
+        base_model,
+        results=() if results is None else json.loads(results.read_text(encoding="utf-8")),
+        license=license,
+        datasets=dataset or (),
+        notes="" if notes is None else notes.read_text(encoding="utf-8"),
+    )
+    write_text(drafter / "README.md", str(content))
+    print(f"Card written to {drafter / 'README.md'}.")
+
+
+@app.command()
+def push(
+    drafter: Annotated[Path, typer.Option(help="Folder of the drafter.")],
+    repo_id: Annotated[str, typer.Option(help="Where to, such as user/my-drafter; made if it does not exist.")],
+    private: Annotated[bool, typer.Option(help="Whether a new repository is private.")] = False,
+) -> None:
+    """Upload a drafter with its card, calibration and load profile to the Hub, after checking that it loads.
+
+    Example: hf-dspark push --drafter my-drafter --repo-id user/my-drafter
+    """
+    from huggingface_hub import HfApi
+
+    _load_drafter(str(drafter))
+    api = HfApi()
+    url = api.create_repo(repo_id, private=private, exist_ok=True)
+    api.upload_folder(
+        repo_id=url.repo_id,
+        folder_path=drafter,
+        allow_patterns=["*.safetensors", "*.json", "*.md", "*.jinja"],
+        ignore_patterns=["checkpoint-*"],
+        commit_message="Upload DSpark drafter",
+    )
+    print(url)
+
+
+@app.command()
 def profile(
     output: Annotated[Path, typer.Option(help="Where to write the profile, as JSON.")],
     target: Target = "default",

@@ -1,16 +1,18 @@
 """The command line: help for every command, one run of each, and one line where something is wrong. Without `demo`."""
 
 import json
+import shutil
 import sys
 
 import pytest
+from huggingface_hub import HfApi, ModelCard, RepoUrl
 from tiny import MASK, tiny_drafter, tiny_target
 from tiny_tokenizer import text, tiny_tokenizer
 from typer.testing import CliRunner
 
 from hf_dspark import DSparkDraftModel, LoadProfile, cli
 
-COMMANDS = ("demo", "train", "regenerate", "synthesize", "evaluate", "calibrate", "profile")
+COMMANDS = ("demo", "train", "regenerate", "synthesize", "evaluate", "calibrate", "card", "push", "profile")
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +161,53 @@ def test_calibrate(folder, tmp_path):
     assert len(temperatures) == 5 and temperatures != [1.0] * 5
     again = json.loads(invoke(*arguments, "--json").splitlines()[-1])
     assert again["temperatures"] == temperatures
+
+
+def test_card(folder, tmp_path):
+    drafter, results = tmp_path / "my-drafter", tmp_path / "results.json"
+    shutil.copytree(folder / "drafter", drafter)
+    invoke(
+        "evaluate", "--prompts", folder / "prompts.jsonl", "--target", folder / "target", "--drafter", drafter,
+        "--count", 2, "--max-new-tokens", 12, "--output", results,
+    )  # fmt: skip
+    (tmp_path / "notes.md").write_text("## Training\n\nNone at all.\n")
+    invoke(
+        "card", "--drafter", drafter, "--base-model", "user/target", "--results", results, "--license", "mit",
+        "--dataset", "user/prompts", "--notes", tmp_path / "notes.md",
+    )  # fmt: skip
+    card = ModelCard.load(drafter / "README.md")
+    assert (card.data.base_model, card.data.license, card.data.datasets) == ("user/target", "mit", ["user/prompts"])
+    rows = json.loads(results.read_text())
+    assert [result.metric_value for result in card.data.eval_results] == [round(row["tau"], 3) for row in rows]
+    for row in rows:
+        assert f"| {row['setting']} | prompts | {row['tau']:.2f} |" in card.text
+    for fact in (
+        "# my-drafter",
+        "drafts of 5 tokens",
+        "a vanilla sequential head of rank 48",
+        "None at all.",
+        "not calibrated",
+    ):
+        assert fact in card.text, fact
+
+
+def test_push_uploads_what_loads(folder, tmp_path, monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr(
+        HfApi,
+        "create_repo",
+        lambda self, repo_id, **options: calls.append(options) or RepoUrl(f"https://huggingface.co/{repo_id}"),
+    )
+    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **options: calls.append(options))
+    assert "https://huggingface.co/user/mine" in invoke("push", "--drafter", folder / "drafter", "--repo-id", "user/mine")
+    made, sent = calls
+    assert made == {"private": False, "exist_ok": True}
+    assert sent["repo_id"] == "user/mine" and sent["folder_path"] == folder / "drafter"
+    broken = tmp_path / "broken"
+    shutil.copytree(folder / "drafter", broken)
+    (broken / "model.safetensors").write_bytes(b"no")
+    assert "model.safetensors" in failure(monkeypatch, capsys, "push", "--drafter", broken, "--repo-id", "user/mine")
+    assert len(calls) == 2
 
 
 def test_failures_say_one_line(folder, answers, tmp_path, monkeypatch, capsys):

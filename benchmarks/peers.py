@@ -1,0 +1,107 @@
+"""DSpark against what transformers offers without it, on the embedded default, one prompt at a time.
+
+    python benchmarks/peers.py --prompts ../shared/prompts --count 3 --output benchmarks/results/peers.json
+
+Plain decoding, prompt lookup, DSpark with every drafted token verified, and DSpark with its scheduler: every prompt is decoded
+by all of them in turn, in an order that rotates, greedily, by the same target. Quoted are seconds per token against plain
+decoding and whether the text is the same. The last line of stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+
+from hf_dspark import LoadProfile, pack_linears
+from hf_dspark.demo import load_default
+from hf_dspark.demo.show import PROMPTS
+from hf_dspark.evaluation import encode_prompts, match_texts, read_prompt_sets
+
+METHODS = ("plain", "prompt lookup", "DSpark, all verified", "DSpark")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path, help="folder of JSONL files with a `prompt` each line")
+    parser.add_argument("--count", type=int, default=5, help="prompts per set")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--lookup-tokens", type=int, default=10, help="draft length of prompt lookup, its default")
+    parser.add_argument("--packed", action="store_true", help="pre-pack the target's linears first")
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    arguments = parser.parse_args()
+
+    logging.set_verbosity_error()
+    prompts: list = list(PROMPTS)
+    if arguments.prompts is not None:
+        prompts = [prompt for texts in read_prompt_sets([arguments.prompts], arguments.count).values() for prompt in texts]
+    target, tokenizer, drafter = load_default()
+    if arguments.packed:
+        pack_linears(target)
+    drafter.load_profile = LoadProfile.measure(target, drafter)
+    options = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
+    extras = {
+        "plain": {},
+        "prompt lookup": {"prompt_lookup_num_tokens": arguments.lookup_tokens},
+        "DSpark, all verified": {"assistant_model": drafter},
+        "DSpark": {"assistant_model": drafter},
+    }
+    per_token: dict[str, list[float]] = {method: [] for method in METHODS}
+    matches: dict[str, Counter[str]] = {method: Counter() for method in METHODS}
+    taus: dict[str, list[float]] = {method: [] for method in METHODS}
+    for number, prompt in enumerate(prompts):
+        inputs = encode_prompts(tokenizer, [prompt])
+        length = inputs["input_ids"].shape[1]
+        texts = {}
+        for method in METHODS[number % len(METHODS) :] + METHODS[: number % len(METHODS)]:
+            drafter.scheduling = "full" if method == "DSpark, all verified" else None
+            started = time.perf_counter()
+            texts[method] = target.generate(**inputs, **options, **extras[method])[0]
+            per_token[method].append((time.perf_counter() - started) / (len(texts[method]) - length))
+            if "assistant_model" in extras[method]:
+                taus[method].append(drafter.statistics.tau)
+        for method, text in texts.items():
+            matches[method][match_texts(target, texts["plain"], text, inputs["attention_mask"][0])] += 1
+        print(f"{number + 1} of {len(prompts)}", file=sys.stderr, flush=True)
+
+    rows = []
+    for method in METHODS:
+        ratios = [plain / own for plain, own in zip(per_token["plain"], per_token[method], strict=True)]
+        rows.append(
+            {
+                "method": method,
+                "ratio_median": statistics.median(ratios),
+                "ratio_mean": sum(per_token["plain"]) / sum(per_token[method]),
+                "tau": statistics.mean(taus[method]) if taus[method] else None,
+                "match": dict(matches[method]),
+            }
+        )
+        tau = f"tau {rows[-1]['tau']:.2f}" if taus[method] else ""
+        print(
+            f"{method:<22} median {rows[-1]['ratio_median']:.2f} mean {rows[-1]['ratio_mean']:.2f} {tau:<9} {rows[-1]['match']}"
+        )
+    report = {
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.date.today().isoformat(),
+        "threads": torch.get_num_threads(),
+        "prompts": len(prompts),
+        "packed": arguments.packed,
+        "rows": rows,
+    }
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
