@@ -67,8 +67,8 @@ def model_card(
         f"---\n{data.to_yaml()}\n---",
         f"# {name}",
         f"A DSpark drafter for [{base_model}](https://huggingface.co/{base_model}): {config.num_hidden_layers} layers, drafts "
-        f"of {config.num_draft_tokens} tokens, {head}, {confidence}{vocabulary}. {parameters / 1e6:.1f} million parameters of its "
-        "own; embedding and LM head are the target's. With it the target writes the same text, sooner.",
+        f"of {config.num_draft_tokens} tokens, {head}, {confidence}{vocabulary}. {parameters / 1e6:.1f} million parameters of "
+        "its own; embedding and LM head are the target's. With it the target writes the same text, sooner.",
         "## Use",
         f"```python\nfrom hf_dspark import DSparkDraftModel\nfrom transformers import AutoModelForCausalLM\n\n"
         f'target = AutoModelForCausalLM.from_pretrained("{base_model}", dtype="auto")\n'
@@ -85,8 +85,8 @@ def model_card(
     parts += [
         "## Limits",
         f"Made for {base_model} and the text it was trained on. With another target, another chat template or another "
-        "thinking mode the text stays right, and drafts are rejected. Greedy text equals plain decoding in float32; in shorter dtypes it "
-        "is the target's up to its own numerics.",
+        "thinking mode the text stays right, and drafts are rejected. Greedy text equals plain decoding in float32; in shorter "
+        "dtypes it is the target's up to its own numerics.",
     ]
     return ModelCard("\n\n".join(parts) + "\n")
 
