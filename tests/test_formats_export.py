@@ -45,7 +45,8 @@ def content(folder) -> tuple[dict, dict[str, torch.Tensor]]:
     ids=str,
 )
 def test_written_read_and_written_again(tmp_path, target, packaging, changes):
-    drafter = make_drafter(torch.bfloat16, **changes)
+    make_drafter(torch.bfloat16, **changes).save_pretrained(tmp_path / "own")
+    drafter = DSparkDraftModel.from_pretrained(tmp_path / "own")
     export_checkpoint(drafter, tmp_path / "first", packaging, target)
     assert sorted(path.name for path in (tmp_path / "first").iterdir()) == list(FILES)
     loaded = DSparkDraftModel.from_pretrained(tmp_path / "first")

@@ -169,7 +169,10 @@ def test_muse_glimmer_assistant_runs_as_in_transformers(tmp_path):
         expected = theirs(noise_embeds=noise, context_hidden_states=context, position_ids=positions).last_hidden_state
         found = ours(noise, ours.project_context(context), positions).last_hidden_state
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    ours.bind(make_target())
+    target, prompt = make_target(), torch.tensor([[5, 9, 11, 3]])
+    plain = target.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert torch.equal(target.generate(prompt, assistant_model=ours, max_new_tokens=8, do_sample=False), plain)
+    assert ours.statistics.drafted > 0
     ours.save_pretrained(tmp_path / "own")
     DSparkDraftModel.from_pretrained(tmp_path / "own").save_pretrained(tmp_path / "again")  # unknown sizes and all
     for name in ("config.json", "model.safetensors"):
@@ -252,6 +255,7 @@ LAYERS = "transformer_layer_config"
         ("dflash", dict(markov_rank=6), "no heads, but `markov_rank` is 6"),
         ("dflash", dict(sample_from_anchor=True), "no heads, but `sample_from_anchor` is True"),
         ("dflash", dict(block_size=...), "has no `block_size`"),
+        ("dflash", dict(use_sliding_window=True, layer_types=...), "`use_sliding_window` is True, but `layer_types`"),
         ("dflash", dict(model_type="gpt_oss"), "`model_type` must be 'qwen3'"),
     ],
 )  # fmt: skip

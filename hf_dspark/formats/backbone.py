@@ -22,6 +22,7 @@ _OPTIONAL = (
     "attention_bias", "attention_dropout", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id",
 )  # fmt: skip
 HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+NO_CALIBRATION = "it has no place for calibration; set the field to None if the raw confidences will do"
 _SAVED_TOGETHER = "Use the config.json that was saved with the weights."
 # Settings of related drafters that change the network without changing a tensor: name, what it is here, what else it means.
 _FOREIGN = (
@@ -106,6 +107,11 @@ def _rope(raw: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _sliding_window(raw: dict[str, Any], where: str) -> int | None:
     """The window of the draft layers: of all of them or of none."""
+    if not raw.get("layer_types") and raw.get("use_sliding_window"):
+        raise CheckpointError(
+            f"{where}: `use_sliding_window` is {raw['use_sliding_window']!r}, but `layer_types` does not say which layers "
+            "slide. Add it."
+        )
     kinds = raw.get("layer_types") or ["full_attention"]
     kind = kinds[0] if isinstance(kinds, list) and kinds.count(kinds[0]) == len(kinds) else None
     if kind == "full_attention":

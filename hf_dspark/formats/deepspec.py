@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..configuration_dspark import DSparkConfig
 from ..errors import CheckpointError
-from .backbone import HEADS, Converted, convert_layers, describe_layers, refuse_inexpressible, require
+from .backbone import HEADS, NO_CALIBRATION, Converted, convert_layers, describe_layers, refuse_inexpressible, require
 
 NAME = "DeepSpec"
 TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight")
@@ -92,6 +92,3 @@ def describe(config: DSparkConfig, target: PreTrainedModel | None) -> tuple[dict
         "lm_head.weight": target.get_output_embeddings().weight,
     }
     return described, copies
-
-
-NO_CALIBRATION = "it has no place for calibration; set the field to None if the raw confidences will do"

@@ -34,7 +34,7 @@ def export_checkpoint(
     Both are completed in a hidden folder and then moved into place. The same drafter and target give the same bytes.
 
     Args:
-        drafter ([`DSparkDraftModel`]): what to write, in its own dtype; left as it is.
+        drafter ([`DSparkDraftModel`]): what to write, in its own dtype; bound to `target`, and else left as it is.
         folder (`str` or `os.PathLike`): new or empty folder.
         packaging (`str`): `"deepspec"`, `"speculators"` or `"dflash"`.
         target (`PreTrainedModel`, *optional*): the drafter's target, which `"deepspec"` and `"speculators"` need: for its

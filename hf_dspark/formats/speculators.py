@@ -21,6 +21,7 @@ from ..configuration_dspark import DSparkConfig
 from ..errors import CheckpointError
 from .backbone import (
     HEADS,
+    NO_CALIBRATION,
     Converted,
     convert_layers,
     describe_layers,
@@ -29,7 +30,6 @@ from .backbone import (
     require,
     require_value,
 )
-from .deepspec import NO_CALIBRATION
 
 NAME = "speculators"
 TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
