@@ -44,4 +44,8 @@ def convert(raw: dict[str, Any]) -> Converted:
         f"sliding_window = {fields['sliding_window']}: by `layer_types`",
         "vocab_size, num_target_layers: not written in this packaging; what can be is checked when a target is bound",
     ]
-    return Converted(fields, decisions)
+    note = (
+        f"config.json: `vocab_size` is not written by {NAME}, but generate() compares it with the target's. Pass that one: "
+        "from_pretrained(..., vocab_size=target.config.vocab_size)."
+    )
+    return Converted(fields, decisions, [note] if fields["vocab_size"] is None else [])
