@@ -55,6 +55,7 @@ def drafts_as(folder: Path, drafter: DSparkDraftModel, target: Qwen3ForCausalLM)
         texts.append(target.generate(torch.tensor([[5, 9, 11, 3]]), assistant_model=model, max_new_tokens=8, do_sample=False))
         accepted.append((model.statistics.accepted, model.statistics.drafted))
     assert torch.equal(*texts) and accepted[0] == accepted[1]
+    assert loaded.config.sliding_window == drafter.config.sliding_window  # these texts are too short to show it
     return loaded.config
 
 
