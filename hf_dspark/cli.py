@@ -432,6 +432,67 @@ def profile(
     print(json.dumps({str(size): round(1e3 / rate, 2) for size, rate in measured.steps_per_second.items()}))
 
 
+@app.command()
+def inspect(
+    checkpoint: Annotated[str, typer.Argument(help="Drafter in any packaging: a folder or a repo id.")],
+    target: Annotated[str | None, typer.Option(help="Target to try the drafter on: a folder, a repo id, or 'default'.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+) -> None:
+    """Say how a drafter's files are read, and why, and whether they fit a target.
+
+    Example: hf-dspark inspect my-drafter --target default
+    """
+    from .formats import packaging_of
+    from .formats.files import find_folder
+    from .formats.inspection import inspect_checkpoint
+    from .modeling_dspark import DSparkDraftModel
+
+    folder = find_folder(checkpoint, check=packaging_of)
+    report = inspect_checkpoint(folder)
+    if target is not None:
+        model, _ = _load_target(target)
+        drafter = DSparkDraftModel.from_pretrained(folder)
+        try:
+            drafter.bind(model)
+            report |= {"target": target, "fits": True, "reason": None}
+        except ValueError as error:
+            report |= {"target": target, "fits": False, "reason": str(error)}
+    if as_json:
+        print(json.dumps(report))
+    else:
+        print(f"Packaging: {report['packaging']}")
+        for name in ("decisions", "notes"):
+            print("".join(f"{name.capitalize()[:-1]}: {line}\n" for line in report[name]), end="")
+        print("".join(f"  {name}: {value}\n" for name, value in report["config"].items()), end="")
+        print(f"{report['parameters']} parameters in {report['dtype']}; drafts {report['draft_tokens']} tokens a block.")
+        if target is not None:
+            print(f"Fits {target}: " + ("yes" if report["fits"] else f"no, {report['reason']}"))
+    if report.get("fits") is False:
+        raise typer.Exit(1)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="Drafter in any packaging that is read: a folder or a repo id.")],
+    output: Annotated[Path, typer.Argument(help="New folder for the converted drafter.")],
+    to: Annotated[Literal["deepspec", "speculators", "dflash"], typer.Option(help="Packaging to write.")],
+    target: Annotated[
+        str | None,
+        typer.Option(help="The drafter's target, which deepspec and speculators need: a folder, a repo id, 'default'."),
+    ] = None,
+) -> None:
+    """Write a drafter in the packaging of another program.
+
+    Example: hf-dspark convert my-drafter for-vllm --to speculators --target Qwen/Qwen3-4B
+    """
+    from .formats.export import export_checkpoint
+    from .modeling_dspark import DSparkDraftModel
+
+    drafter = DSparkDraftModel.from_pretrained(source)
+    export_checkpoint(drafter, output, to, None if target is None else _load_target(target)[0])
+    print(f"Drafter written to {output} as {to}.")
+
+
 def main() -> None:
     """Entry point: one line for an error, the traceback only with HF_DSPARK_DEBUG=1."""
     from huggingface_hub.errors import StrictDataclassError

@@ -20,7 +20,8 @@ HEAD_TYPES = ("vanilla", "gated", "rnn")
 class DSparkConfig(PreTrainedConfig):
     r"""
     Args:
-        vocab_size (`int`, defaults to 151936): vocabulary of the target, padding rows included.
+        vocab_size (`int` or `None`, defaults to 151936): vocabulary of the target, padding rows included; `None` if not known,
+            for a drafter without sequential head and reduced vocabulary.
         hidden_size (`int`, defaults to 2560): width D of the drafter; equal to the target's, whose embedding and head it uses.
         intermediate_size (`int`, defaults to 9728): width of the MLP.
         num_hidden_layers (`int`, defaults to 5): draft layers.
@@ -41,7 +42,8 @@ class DSparkConfig(PreTrainedConfig):
         mask_token_id (`int`, defaults to 151669): input of the slots behind the anchor; not pad, bos or eos.
         target_layer_ids (`list[int]`, defaults to `[1, 9, 17, 25, 33]`): decoder layers of the target whose output feeds the
             drafter, strictly increasing; -1 is the embedding. The last layer is not allowed.
-        num_target_layers (`int`, defaults to 36): decoder layers of the target.
+        num_target_layers (`int` or `None`, defaults to 36): decoder layers of the target; `None` if not known, with
+            `target_layer_ids` given.
         target_hidden_size (`int`, *optional*): width of the target's hidden states; `hidden_size` when not given.
         markov_rank (`int`, defaults to 256): rank r of the sequential head; 0 for none.
         markov_head_type (`str`, defaults to `"vanilla"`): `"vanilla"`, `"gated"` or `"rnn"`.
@@ -57,7 +59,7 @@ class DSparkConfig(PreTrainedConfig):
 
     model_type = "hf_dspark"
 
-    vocab_size: int = 151936
+    vocab_size: int | None = 151936
     hidden_size: int = 2560
     intermediate_size: int = 9728
     num_hidden_layers: int = 5
@@ -76,7 +78,7 @@ class DSparkConfig(PreTrainedConfig):
     sample_from_anchor: bool = True
     mask_token_id: int = 151669
     target_layer_ids: list[int] | None = None
-    num_target_layers: int = 36
+    num_target_layers: int | None = 36
     target_hidden_size: int | None = None
     markov_rank: int = 256
     markov_head_type: str = "vanilla"
@@ -94,7 +96,7 @@ class DSparkConfig(PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.target_layer_ids is None:
+        if self.target_layer_ids is None and self.num_target_layers is not None:
             self.target_layer_ids = spread_layer_ids(self.num_target_layers, 5)
         if self.target_hidden_size is None:
             self.target_hidden_size = self.hidden_size
@@ -127,6 +129,11 @@ class DSparkConfig(PreTrainedConfig):
                 f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
                 f"({self.num_key_value_heads})."
             )
+        if self.vocab_size is None and (self.markov_rank or self.draft_vocab_size is not None):
+            raise ValueError(
+                f"`vocab_size` must be given with a `markov_rank` ({self.markov_rank}) or a `draft_vocab_size` "
+                f"({self.draft_vocab_size})."
+            )
         if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"`draft_vocab_size` must lie between 1 and `vocab_size` ({self.vocab_size}), got {self.draft_vocab_size}."
@@ -134,17 +141,19 @@ class DSparkConfig(PreTrainedConfig):
 
     def validate_target_layers(self):
         """Captured layers exist, in order, and are not the last one, whose state the host normalises."""
-        ids = self.target_layer_ids
+        ids, count = self.target_layer_ids, self.num_target_layers
+        if ids is None and count is None:
+            raise ValueError("`target_layer_ids` or `num_target_layers` must be given; both are None.")
         if ids is None:  # filled in by __post_init__
             return
         if not ids or any(a >= b for a, b in itertools.pairwise(ids)):
             raise ValueError(f"`target_layer_ids` must be a strictly increasing list of at least one layer, got {ids}.")
-        if ids[0] < -1 or ids[-1] >= self.num_target_layers:
+        if ids[0] < -1 or (count is not None and ids[-1] >= count):
             raise ValueError(
-                f"`target_layer_ids` must lie between -1 (the embedding) and {self.num_target_layers - 2} for a target of "
-                f"{self.num_target_layers} layers, got {ids}."
+                "`target_layer_ids` must lie between -1 (the embedding) and the target's last layer but one"
+                f"{'' if count is None else f' ({count - 2})'}, got {ids}."
             )
-        if ids[-1] == self.num_target_layers - 1:
+        if count is not None and ids[-1] == count - 1:  # if not known, seen when a target is bound
             raise ValueError(
                 f"`target_layer_ids` names the target's last layer ({ids[-1]}): transformers returns that state after the "
                 "final norm, which is not what a drafter was trained on. Use an earlier layer."
@@ -165,7 +174,7 @@ class DSparkConfig(PreTrainedConfig):
 
     def validate_special_tokens(self):
         """The mask token is a token of its own."""
-        if not 0 <= self.mask_token_id < self.vocab_size:
+        if self.mask_token_id < 0 or (self.vocab_size is not None and self.mask_token_id >= self.vocab_size):
             raise ValueError(f"`mask_token_id` must lie below `vocab_size` ({self.vocab_size}), got {self.mask_token_id}.")
         eos = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
         for name, ids in (("pad", [self.pad_token_id]), ("bos", [self.bos_token_id]), ("eos", eos)):

@@ -330,7 +330,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         if self._target is None or self._target.model() is not target:
             bound = _BoundTarget(target, self)
             if self._target_copies is not None:
-                self._target_copies.compare(target)
+                self._target_copies.compare(target, self.draft_token_ids)
             # Not a submodule: neither state_dict nor .to() must ever reach the target through the drafter.
             object.__setattr__(self, "_target", bound)
 
@@ -456,11 +456,21 @@ def _check_pair(target: PreTrainedModel, draft_config: DSparkConfig) -> None:
         ("hidden_size", draft_config.hidden_size, _width(target.get_input_embeddings())),
         ("num_target_layers", draft_config.num_target_layers, config.num_hidden_layers),
     ):
-        if expected != found:
+        if expected is not None and expected != found:
             raise ValueError(
                 f"this drafter does not belong to this target: `{name}` of the drafter is {expected}, the target's is "
                 f"{found}. Load the drafter that was trained for this target."
             )
+    if draft_config.target_layer_ids[-1] >= config.num_hidden_layers - 1:  # a packaging may not say how many there are
+        raise ValueError(
+            f"this drafter does not belong to this target: `target_layer_ids` {draft_config.target_layer_ids} must lie below "
+            f"{config.num_hidden_layers - 1}, the target's last layer. Load the drafter that was trained for this target."
+        )
+    if draft_config.mask_token_id >= config.vocab_size:
+        raise ValueError(
+            f"this drafter does not belong to this target: `mask_token_id` {draft_config.mask_token_id} is not below its "
+            f"`vocab_size` {config.vocab_size}. Load the drafter that was trained for this target."
+        )
 
 
 def _width(embedding: Any) -> int:

@@ -4,9 +4,10 @@ Drafters are published in many packagings that share most tensor names and agree
 predicts, how target layers are counted, whose fields `config.json` describes. Every misreading is silent, because
 verification keeps the text right while acceptance collapses.
 
-A packaging is a module with `recognises(raw)` and `convert(raw)`, both on the content of `config.json`, and with
-`TARGET_COPIES`, the tensors that belong to the target. [`PACKAGINGS`] lists those that are read; `unsupported` names
-the others. The checks are common to all, on the converted configuration.
+A packaging is a module with `recognises(raw)` and `convert(raw)`, both on the content of `config.json`, with its
+`NAME`, with `RENAMED`, our names of the tensors it calls otherwise, and with `TARGET_COPIES`, the tensors that belong to
+the target. [`PACKAGINGS`] lists those that are read; `unsupported` names the others. The checks are common to all, on the
+converted configuration.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from transformers import PreTrainedConfig
 
 from ..configuration_dspark import DSparkConfig
 from ..errors import CheckpointError
-from . import checks, deepspec, own, unsupported
-from .files import CONFIG_NAME, read_headers, read_json, read_tensors
-from .target_copies import TargetCopies
+from . import checks, deepspec, dflash, modelopt, muse_glimmer, own, specforge, speculators, unsupported
+from .files import CONFIG_NAME, TensorHeader, read_headers, read_json, read_tensors
+from .target_copies import COMPARED, TargetCopies
 
-PACKAGINGS: tuple[ModuleType, ...] = (own, deepspec)
+# In this order: speculators and Model-Optimizer use architectures of others.
+PACKAGINGS: tuple[ModuleType, ...] = (own, deepspec, speculators, modelopt, specforge, dflash, muse_glimmer)
 
 
 def packaging_of(folder: Path) -> tuple[ModuleType, dict[str, Any]]:
@@ -75,37 +77,51 @@ def read_checkpoint(
     """
     packaging, raw = packaging_of(folder)
     try:
-        fields, notes = packaging.convert(raw)
-        trained = _build_config(fields)
+        converted = packaging.convert(raw)
+        trained = _build_config(converted.fields)
         if config is not None and not isinstance(config, DSparkConfig):
             raise CheckpointError(f"`config` must be a DSparkConfig, got a {type(config).__name__}. Leave it out.")
-        config = copy.deepcopy(config) if config is not None else _build_config(fields | (overrides or {}))
+        config = copy.deepcopy(config) if config is not None else _build_config(converted.fields | (overrides or {}))
         if config.block_size > trained.block_size:
             raise CheckpointError(
                 f"`block_size` {config.block_size} was asked for, but the drafter was trained with "
                 f"{trained.block_size}: the slots behind that would draft noise. Ask for no more."
             )
         checks.check_config(config)
-        headers = read_headers(folder, variant)
+        headers = _own_names(read_headers(folder, variant), packaging.RENAMED)
         checks.check_headers(config, headers, packaging.TARGET_COPIES)
         checks.check_rope(config)
         norms = checks.norm_names(config)
         checks.check_norms(read_tensors(headers, norms))
         names = [name for name in headers if name not in packaging.TARGET_COPIES]
         tensors = read_tensors(headers, names)
+        if config.draft_vocab_size is not None:
+            tensors["d2t"] = tensors["d2t"].long()  # some are stored in 32 bits
         checks.check_values(config, tensors)
         config.dtype = checks.file_dtype(headers, [name for name in names if name not in ("d2t", "t2d")])
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error.__cause__
-    return config, tensors, notes
+    return config, tensors, converted.notes
 
 
 def find_target_copies(folder: Path, variant: str | None = None) -> TargetCopies | None:
     """The target's tensors inside a checkpoint that [`read_checkpoint`] has accepted; `None` if it carries none."""
     packaging, _ = packaging_of(folder)
     headers = read_headers(folder, variant)
-    copies = {name: headers[name] for name in packaging.TARGET_COPIES if name in headers}
+    copies = {name: headers[name] for name in COMPARED if name in packaging.TARGET_COPIES and name in headers}
     return TargetCopies(copies) if copies else None
+
+
+def _own_names(headers: dict[str, TensorHeader], renamed: dict[str, str]) -> dict[str, TensorHeader]:
+    """The headers under the names of [`DSparkDraftModel`].
+
+    Raises:
+        CheckpointError: a tensor is there under both names.
+    """
+    for theirs, ours in renamed.items():
+        if theirs in headers and ours in headers:
+            raise CheckpointError(f"the weights hold both `{theirs}` and `{ours}`, which are the same. Remove one of them.")
+    return {renamed.get(name, name): header for name, header in headers.items()}
 
 
 def _build_config(fields: dict[str, Any]) -> DSparkConfig:

@@ -134,7 +134,8 @@ def check_headers(config: DSparkConfig, headers: Mapping[str, TensorHeader], tar
     Args:
         config ([`DSparkConfig`]): what the weights should be.
         headers (mapping): headers of all tensors, by name.
-        target_copies (tuple of `str`): tensors of shape `(vocab_size, hidden_size)` that may be there as well.
+        target_copies (tuple of `str`): tensors of the target that may be there as well: its embedding
+            `(vocab_size, hidden_size)`, LM heads `(draft_logits_size, hidden_size)` and final norm `(hidden_size,)`.
 
     Raises:
         CheckpointError: a tensor is missing, one too many, of another shape, or not made of floating point numbers.
@@ -146,7 +147,9 @@ def check_headers(config: DSparkConfig, headers: Mapping[str, TensorHeader], tar
         )
     shapes = expected_shapes(config)
     _check_names(config, shapes.keys() - headers.keys(), headers.keys() - shapes.keys() - set(target_copies))
-    shapes |= {name: (config.vocab_size, config.hidden_size) for name in target_copies if name in headers}
+    copied = {"embed_tokens.weight": (config.vocab_size, config.hidden_size), "verifier_norm.weight": (config.hidden_size,)}
+    head = (config.draft_logits_size, config.hidden_size)
+    shapes |= {name: copied.get(name, head) for name in target_copies if name in headers}
     for name, shape in shapes.items():
         found = headers[name]
         if found.shape != shape:
@@ -154,7 +157,7 @@ def check_headers(config: DSparkConfig, headers: Mapping[str, TensorHeader], tar
             raise CheckpointError(
                 f"`{name}` must have shape {list(shape)} by config.json, got {list(found.shape)}{transposed}. {_SAME_FILES}"
             )
-        dtypes = {"d2t": ("I64",), "t2d": ("BOOL",)}.get(name, tuple(FLOAT_DTYPES))
+        dtypes = {"d2t": ("I64", "I32"), "t2d": ("BOOL",)}.get(name, tuple(FLOAT_DTYPES))
         if found.dtype not in dtypes:
             raise CheckpointError(
                 f"`{name}` must be stored as {' or '.join(dtypes)}, got {found.dtype}. Quantised drafters are not "

@@ -13,21 +13,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import CheckpointError
+from torch import Tensor
+from transformers import PreTrainedModel
 
+from ..configuration_dspark import DSparkConfig
+from ..errors import CheckpointError
+from .backbone import HEADS, NO_CALIBRATION, Converted, convert_layers, describe_layers, refuse_inexpressible, require
+
+NAME = "DeepSpec"
 TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight")
+RENAMED: dict[str, str] = {}
 
 _DSPARK, _DFLASH = "Qwen3DSparkModel", "Qwen3DFlashModel"
-_REQUIRED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "block_size", "mask_token_id",
-    "target_layer_ids", "num_target_layers",
-)  # fmt: skip
-_HEADS = ("markov_rank", "enable_confidence_head")
-_OPTIONAL = (
-    "attention_bias", "attention_dropout", "initializer_range", "markov_head_type", "confidence_head_with_markov",
-    "pad_token_id", "bos_token_id", "eos_token_id",
-)  # fmt: skip
+_REQUIRED = ("vocab_size", "block_size", "mask_token_id", "target_layer_ids", "num_target_layers")
+_SWITCHES = ("markov_rank", "enable_confidence_head")
 
 
 def recognises(raw: dict[str, Any]) -> bool:
@@ -35,8 +34,8 @@ def recognises(raw: dict[str, Any]) -> bool:
     return raw.get("architectures") in ([_DSPARK], [_DFLASH])
 
 
-def convert(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Fields of a [`DSparkConfig`] from the content of `config.json`, and notes for the user (none here).
+def convert(raw: dict[str, Any]) -> Converted:
+    """A `config.json` in our terms.
 
     Raises:
         CheckpointError: a key is missing, or the layers' attention is of a kind that no drafter here has.
@@ -44,47 +43,52 @@ def convert(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     parallel = raw["architectures"] == [_DFLASH]
     if parallel:
         raw = {"markov_rank": 0, "enable_confidence_head": False, **raw}
-    missing = [name for name in (*_REQUIRED, *_HEADS) if raw.get(name) is None]
-    if missing:
-        raise CheckpointError(
-            f"config.json has no `{missing[0]}`, which a DeepSpec checkpoint needs. Use the one saved with the weights."
-        )
+    require(raw, (*_REQUIRED, *_SWITCHES), NAME)
     if parallel and (raw["markov_rank"] != 0 or raw["enable_confidence_head"]):
         raise CheckpointError(
             f"config.json names a {_DFLASH}, which has no heads, but sets `markov_rank` to {raw['markov_rank']} and "
             f"`enable_confidence_head` to {raw['enable_confidence_head']}. Use the one saved with the weights."
         )
-    fields = {name: raw[name] for name in (*_REQUIRED, *_HEADS)}
-    fields |= {name: raw[name] for name in _OPTIONAL if raw.get(name) is not None}
-    fields |= {"sample_from_anchor": raw.get("sample_from_anchor", True)}
-    fields |= {"rope_parameters": _rope(raw), "sliding_window": _sliding_window(raw)}
-    return fields, []
+    anchor = raw.get("sample_from_anchor", True)
+    fields = convert_layers(raw, NAME) | {name: raw[name] for name in _REQUIRED} | {"sample_from_anchor": anchor}
+    fields |= {name: raw[name] for name in HEADS if raw.get(name) is not None}
+    decisions = [
+        f"sample_from_anchor = {anchor}: " + ("so it says" if "sample_from_anchor" in raw else "always so in this packaging"),
+        "target_layer_ids: counted as here, id k is the output of decoder layer k",
+        "embed_tokens, lm_head: the target's, not loaded, compared with the target's own when it is bound",
+    ]
+    return Converted(fields, decisions)
 
 
-def _rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """Rope settings, in the present form or in that of transformers 4 (`rope_theta` beside `rope_scaling`)."""
-    rope = raw.get("rope_parameters")
-    if rope is None and raw.get("rope_theta") is not None:
-        rope = raw.get("rope_scaling") or {}
-        if isinstance(rope, dict):
-            rope = {"rope_type": rope.get("type", "default"), **rope, "rope_theta": raw["rope_theta"]}
-            rope.pop("type", None)
-    if not isinstance(rope, dict):
+def describe(config: DSparkConfig, target: PreTrainedModel | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The content of `config.json` and the target's tensors that belong into the file.
+
+    Raises:
+        CheckpointError: there is no target, it is no Qwen3, or the drafter has what this packaging cannot express.
+    """
+    refuse_inexpressible(
+        NAME,
+        (not config.sample_from_anchor, "sample_from_anchor", False, "it is always anchor first; write speculators or dflash"),
+        (config.draft_vocab_size is not None, "draft_vocab_size", config.draft_vocab_size, "write speculators"),
+        (config.confidence_temperatures is not None, "confidence_temperatures", config.confidence_temperatures, NO_CALIBRATION),
+    )
+    if target is None:
         raise CheckpointError(
-            f"config.json: `rope_parameters` must be an object, got {rope!r}. Use the one saved with the weights."
+            f"the {NAME} packaging holds the target's configuration, embedding and LM head: pass the target "
+            "(`target=`, --target) that this drafter was trained for."
         )
-    return dict(rope)
-
-
-def _sliding_window(raw: dict[str, Any]) -> int | None:
-    """The window of the draft layers: of all of them or of none."""
-    kinds = raw.get("layer_types") or ["full_attention"]
-    kind = kinds[0] if isinstance(kinds, list) and kinds.count(kinds[0]) == len(kinds) else None
-    if kind == "full_attention":
-        return None
-    if kind != "sliding_attention" or raw.get("sliding_window") is None:
+    if target.config.model_type != "qwen3":
         raise CheckpointError(
-            "config.json: `layer_types` must be all full_attention, or all sliding_attention with a `sliding_window`, "
-            f"got {kinds} and {raw.get('sliding_window')}. This drafter cannot be run."
+            f"the {NAME} packaging is for Qwen3 targets, and `model_type` of this one is {target.config.model_type!r}. "
+            "Write speculators instead."
         )
-    return raw["sliding_window"]
+    described = {name: value for name, value in target.config.to_dict().items() if not name.startswith("_")}
+    described |= describe_layers(config)
+    described |= {name: getattr(config, name) for name in (*_REQUIRED, *HEADS)}
+    # Training only, but a key of every released checkpoint.
+    described |= {"architectures": [_DSPARK], "num_anchors": 512}
+    copies = {
+        "embed_tokens.weight": target.get_input_embeddings().weight,
+        "lm_head.weight": target.get_output_embeddings().weight,
+    }
+    return described, copies

@@ -42,6 +42,7 @@ class TensorHeader:
     """What a safetensors file says about a tensor: where it is, and its shape and dtype (`"BF16"`, `"I64"`, …)."""
 
     file: Path
+    name: str  # in that file
     shape: tuple[int, ...]
     dtype: str
 
@@ -147,7 +148,7 @@ def _file_headers(file: Path) -> dict[str, TensorHeader]:
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (it is no mapping)
                 view = weights.get_slice(name)
-                headers[name] = TensorHeader(file, tuple(view.get_shape()), view.get_dtype())
+                headers[name] = TensorHeader(file, name, tuple(view.get_shape()), view.get_dtype())
     except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: too large to be mapped
         raise CheckpointError(
             f"{file.name} is not a complete safetensors file ({error}): cut short, damaged, or only a git-lfs pointer. "
@@ -202,7 +203,7 @@ def read_tensors(headers: dict[str, TensorHeader], names: Iterable[str]) -> dict
     tensors: dict[str, Tensor] = {}
     for file, present in by_file.items():
         with opened(file) as weights:
-            tensors |= {name: weights.get_tensor(name) for name in present}
+            tensors |= {name: weights.get_tensor(headers[name].name) for name in present}
     return tensors
 
 

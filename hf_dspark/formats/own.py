@@ -13,8 +13,11 @@ from transformers import PreTrainedConfig
 
 from ..configuration_dspark import DSparkConfig
 from ..errors import CheckpointError
+from .backbone import Converted
 
+NAME = "hf_dspark"
 TARGET_COPIES: tuple[str, ...] = ()
+RENAMED: dict[str, str] = {}
 
 _HOST_FIELDS = {field.name for field in fields(PreTrainedConfig)}
 DRAFTER_FIELDS = {field.name for field in fields(DSparkConfig)} - _HOST_FIELDS
@@ -34,8 +37,8 @@ def recognises(raw: dict[str, Any]) -> bool:
     return raw.get("model_type") == DSparkConfig.model_type
 
 
-def convert(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Fields of a [`DSparkConfig`] from the content of `config.json`, and notes for the user.
+def convert(raw: dict[str, Any]) -> Converted:
+    """The drafter's fields of a `config.json`, and a note on those that are unknown.
 
     Raises:
         CheckpointError: a field asks for other code than the drafter's own.
@@ -48,4 +51,5 @@ def convert(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             )
     unknown = sorted(raw.keys() - DRAFTER_FIELDS - _BOOKKEEPING)
     notes = [f"config.json: {', '.join(unknown)} is not known to this version of hf_dspark and was ignored."]
-    return {name: raw[name] for name in DRAFTER_FIELDS if name in raw}, notes if unknown else []
+    fields = {name: raw[name] for name in DRAFTER_FIELDS if name in raw}
+    return Converted(fields, notes=notes if unknown else [])

@@ -16,6 +16,7 @@ from ..errors import CheckpointError
 from .checks import FLOAT_DTYPES
 from .files import TensorHeader, opened
 
+COMPARED = ("embed_tokens.weight", "lm_head.weight")
 _PIECE = 2**24  # elements compared at a time: 64 MB in float32
 
 
@@ -23,19 +24,21 @@ class TargetCopies:
     """Where the copies are.
 
     Args:
-        headers (mapping): headers of `embed_tokens.weight` and `lm_head.weight`, or of the one that is there.
+        headers (mapping): headers of the [`COMPARED`] tensors that are there.
     """
 
     def __init__(self, headers: Mapping[str, TensorHeader]):
         self.headers = dict(headers)
 
-    def compare(self, target: PreTrainedModel) -> None:
+    def compare(self, target: PreTrainedModel, token_ids: torch.Tensor | None = None) -> None:
         """Reads the file once and compares it with `target`.
 
         Weights that cannot be compared (quantised, or offloaded and not in memory) are taken on trust.
 
         Args:
             target (`PreTrainedModel`): a target of the same vocabulary and width.
+            token_ids (`torch.LongTensor` of shape `(Vd,)`, *optional*): the rows of the LM head that are in the file; all
+                when not given.
 
         Raises:
             CheckpointError: an embedding or LM head differs, or the file is no longer there.
@@ -48,19 +51,21 @@ class TargetCopies:
             weight = modules[name].weight.detach()
             if weight.dtype not in FLOAT_DTYPES.values() or weight.is_meta:
                 continue
-            if tuple(weight.shape) != header.shape or not _same(name, header, weight):
+            rows = token_ids if token_ids is not None and name == "lm_head.weight" else torch.arange(len(weight))
+            if (len(rows), weight.shape[1]) != header.shape or not _same(header, weight, rows):
                 raise CheckpointError(
                     f"this drafter was trained for another target: `{name}` in {header.file} is not the one of "
                     f"{target.name_or_path or type(target).__name__}. Load the drafter of this target."
                 )
 
 
-def _same(name: str, header: TensorHeader, weight: torch.Tensor) -> bool:
-    rows = max(1, _PIECE // header.shape[1])
+def _same(header: TensorHeader, weight: torch.Tensor, rows: torch.Tensor) -> bool:
+    piece = max(1, _PIECE // header.shape[1])
     with opened(header.file) as file:
-        view = file.get_slice(name)
-        for start in range(0, header.shape[0], rows):
-            ours, theirs = view[start : start + rows].to(weight.device), weight[start : start + rows]
+        view = file.get_slice(header.name)
+        for start in range(0, header.shape[0], piece):
+            ours = view[start : start + piece].to(weight.device)
+            theirs = weight[rows[start : start + piece].to(weight.device)]
             if not torch.equal(theirs.to(ours.dtype), ours) and not torch.equal(ours.to(theirs.dtype), theirs):
                 return False
     return True

@@ -25,7 +25,6 @@ def refusal(raw: dict[str, Any], tensors: Collection[str]) -> str:
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     label = f"{architecture} {model_type}".lower()
     keys = {*raw, *(key for value in raw.values() if isinstance(value, dict) for key in value)}
-    projector = raw["dflash_config"].get("projector_type") if isinstance(raw.get("dflash_config"), dict) else None
     # What is special comes before what is common: a drafter for Nemotron may well be packed by SpecForge.
     known = (
         ("a Gemma4 drafter of DeepSpec", "gemma4" in label, "its layers have other norms, heads and rope"),
@@ -46,20 +45,8 @@ def refusal(raw: dict[str, Any], tensors: Collection[str]) -> str:
         ("a Nemotron drafter", "nemotron" in label, "its attention has sinks and its blocks are causal"),
         (
             "a Model-Optimizer export",
-            "shift_label" in keys or any(name.startswith(("markov_w1", "confidence_proj")) for name in tensors),
-            "its heads are packed flat",
-        ),
-        (
-            "a speculators checkpoint",
-            "speculators_model_type" in keys or "speculators_config" in keys or "speculator" in label,
-            "it counts layers from the embedding and may have a vocabulary of its own",
-        ),
-        ("a muse_glimmer_assistant", model_type == "muse_glimmer_assistant", "it names its projection differently"),
-        ("a SpecForge checkpoint", projector == "dspark", "it keeps its settings in `dflash_config`"),
-        (
-            "a DFlash checkpoint of z-lab",
-            "dflash_config" in keys or architecture == "DFlashDraftModel",
-            "its first slot predicts nothing",
+            any(name.startswith(("markov_w1", "confidence_proj")) for name in tensors),
+            "without `shift_label` in its `dflash_config` it does not say whether its first slot predicts",
         ),
         (
             "a language model",
@@ -67,7 +54,10 @@ def refusal(raw: dict[str, Any], tensors: Collection[str]) -> str:
             "it can be the target; pass the drafter that was trained for it",
         ),
     )
-    readable = "Readable are this library's own packaging and that of DeepSpec for Qwen3 targets."
+    readable = (
+        "Readable are this library's own packaging, DeepSpec for Qwen3 targets, speculators, SpecForge, DFlash, "
+        "muse_glimmer_assistant and Model-Optimizer."
+    )
     for name, found, why in known:
         if found:
             return f"this is {name}, which is not read: {why}. {readable}"

@@ -1,0 +1,67 @@
+"""Writing a drafter in the packaging of another program, so that vLLM, SGLang or DeepSpec can serve it.
+
+Each packaging that is written has a module with `describe(config, target)`: the content of `config.json`, and the
+target's tensors that belong into the file. What a packaging cannot express is refused there rather than dropped, since
+a drafter that has lost a head or a layout still drafts, only badly.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from ..errors import CheckpointError
+from . import deepspec, dflash, speculators
+from .files import CONFIG_NAME, replaced_files
+
+if TYPE_CHECKING:
+    from ..modeling_dspark import DSparkDraftModel
+
+WRITTEN: dict[str, ModuleType] = {"deepspec": deepspec, "speculators": speculators, "dflash": dflash}
+
+
+def export_checkpoint(
+    drafter: DSparkDraftModel, folder: str | os.PathLike, packaging: str, target: PreTrainedModel | None = None
+) -> None:
+    """Writes `config.json` and `model.safetensors` in another packaging.
+
+    Both are completed in a hidden folder and then moved into place. The same drafter and target give the same bytes.
+
+    Args:
+        drafter ([`DSparkDraftModel`]): what to write, in its own dtype; bound to `target`, and else left as it is.
+        folder (`str` or `os.PathLike`): new or empty folder.
+        packaging (`str`): `"deepspec"`, `"speculators"` or `"dflash"`.
+        target (`PreTrainedModel`, *optional*): the drafter's target, which `"deepspec"` and `"speculators"` need: for its
+            name and configuration, and for the tensors of it that they hold, which are written in the drafter's dtype.
+
+    Raises:
+        CheckpointError: the packaging is unknown or cannot express this drafter, the target is missing, or the folder
+            holds something.
+        ValueError: the target is not the drafter's.
+    """
+    if packaging not in WRITTEN:
+        raise CheckpointError(f"`packaging` must be one of {', '.join(WRITTEN)}, got {packaging!r}.")
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} holds something already, and mixed checkpoints are misread. Pass a new folder.")
+    if target is not None:
+        drafter.bind(target)
+    described, copies = WRITTEN[packaging].describe(drafter.config, target)
+    described["dtype"] = str(drafter.dtype).removeprefix("torch.")
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
+    for name, weight in copies.items():
+        if name == "lm_head.weight" and drafter.draft_token_ids is not None:
+            weight = weight[drafter.draft_token_ids.to(weight.device)]
+        if weight.is_meta or not weight.is_floating_point():
+            raise CheckpointError(f"`{name}` of the target is quantised or not in memory. Load the target without that.")
+        # Its own memory: embedding and head may be one tensor, which safetensors would not store twice.
+        tensors[name] = weight.detach().to("cpu", drafter.dtype, copy=True).contiguous()
+    with replaced_files(folder) as staged:
+        save_file(tensors, staged / "model.safetensors", metadata={"format": "pt"})
+        (staged / CONFIG_NAME).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", encoding="utf-8")
