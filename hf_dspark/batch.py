@@ -84,7 +84,7 @@ class Batch:
             block = _no_draft(anchors)
         with self.generator.statistics.timed("verify"):
             tokens = torch.cat([anchors, block.tokens.to(anchors.device)], dim=1)
-            outputs = self.forward.verify(sequences, tokens, slots)
+            outputs = self.forward.verify(sequences, tokens, slots, block.lengths.tolist())
             logits = outputs.logits.to(anchors.device, torch.float32)
         return self._judge(outputs, logits, block, sequences, running, slots)
 

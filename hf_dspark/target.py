@@ -155,13 +155,14 @@ class TargetForward:
 
     # ---- verification ----
 
-    def verify(self, sequences: list[Tensor], tokens: Tensor, slots: list[int]) -> CausalLMOutputWithPast:
+    def verify(self, sequences: list[Tensor], tokens: Tensor, slots: list[int], lengths: list[int]) -> CausalLMOutputWithPast:
         """One forward over anchor and draft of every row.
 
         Args:
             sequences (list of R `torch.LongTensor`s, 1-D): committed tokens of each row, the anchor included.
             tokens (`torch.LongTensor` of shape `(R, 1 + L)`): anchor and draft tokens, right-padded.
             slots (`list[int]`): slot of each anchor.
+            lengths (`list[int]`): draft tokens of each row without the padding.
 
         Returns:
             `CausalLMOutputWithPast` with `logits` `(R, 1 + L, V)` and the captured `hidden_states`.
@@ -170,7 +171,10 @@ class TargetForward:
         token_slots = slot_ranges(slots, length, tokens.device)  # (R, Q)
         kwargs = dict(self._others, cache=self.cache, use_cache=True)
         if "position_ids" in self.model_kwargs:
-            kwargs["position_ids"] = self.layout.positions(token_slots)
+            # Padding stays at the last position of its row: those behind it may be more than the target has.
+            ends = [slot + length for slot, length in zip(slots, lengths, strict=True)]
+            placed = token_slots if len(slots) == 1 else token_slots.minimum(slot_ranges(ends, 1, tokens.device))
+            kwargs["position_ids"] = self.layout.positions(placed)
         if "logits_to_keep" in self.model_kwargs:
             kwargs["logits_to_keep"] = length
         for name, types in self._token_types.items():  # as `generate` goes on: the last type, or text among images
@@ -251,7 +255,8 @@ class TargetForward:
             missing = longest - min(lengths)
             padded = torch.nn.functional.pad(sequences, (0, missing))
             tokens = torch.stack([ids[n - 1 : n - 1 + missing] for ids, n in zip(padded, lengths, strict=True)])
-            self.verify(list(sequences), tokens, [n - 1 + self.slot_offset for n in lengths])
+            slots = [n - 1 + self.slot_offset for n in lengths]
+            self.verify(list(sequences), tokens, slots, [missing - 1] * len(slots))
         self.cache.write_to(self.user_cache, self.past_length, longest - 1 + self.slot_offset)
 
 
