@@ -220,7 +220,8 @@ class ServingLoop:
                 if self._running:
                     self._round(events)
             except Exception as error:
-                events += [self._failure(row.request, error) for row in self._running]
+                ended = {event.id for event in events if event.finished}
+                events += [self._failure(row.request, error) for row in self._running if row.request.id not in ended]
                 self._running, self._batch = [], None
             self._seconds += time.perf_counter() - started
             self.statistics.close(self._seconds)
