@@ -165,13 +165,13 @@ def test_targets(kind, attention):
 def test_positions_end_with_the_request():
     """Beside a longer draft a row is padded, but not to positions that a target with a table of them does not have."""
     torch.manual_seed(0)
-    shape = {"n_positions": 24, "n_embd": 32, "n_layer": 4, "n_head": 4, "tie_word_embeddings": False, "eos_token_id": EOS}
+    shape = {"n_positions": 48, "n_embd": 32, "n_layer": 4, "n_head": 4, "tie_word_embeddings": False, "eos_token_id": EOS}
     target = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, bos_token_id=BOS, pad_token_id=PAD, **shape)).eval()
     with torch.no_grad():
         for embedding in (target.transformer.wte, target.lm_head):
             embedding.weight.normal_()
     drafter = tiny_drafter(target)
-    requests = [Request(number, prompt(4, number), 20, eos_token_ids=()) for number in range(3)]
+    requests = [Request(number, prompt(28, number), 20, eos_token_ids=()) for number in range(3)]
     events = run(loop := ServingLoop(target, drafter), {request: number for number, request in enumerate(requests)})
     assert loop.statistics.accepted > 0
     assert_all_greedy(target, requests, events)
@@ -285,7 +285,7 @@ FAULTS = {
     "too long": ({"max_new_tokens": 510}, "got 3 \\+ 510"),
     "nothing asked": ({"max_new_tokens": 0}, "`max_new_tokens` must be"),
     "no temperature": ({"do_sample": True, "temperature": -1.0}, "temperature"),
-    "no probability": ({"do_sample": True, "top_p": 1.5}, "top_p"),
+    "no probability": ({"do_sample": True, "top_p": -0.5}, "top_p"),
 }
 
 
