@@ -138,10 +138,10 @@ class ServingLoop:
         statistics ([`Statistics`]): counts and seconds of all steps so far, `rest` being what no phase claims.
 
     Raises:
-        ValueError: `max_rows` is not a positive integer, the pair does not belong together, or requests cannot join each
-            other with this target exactly: its forward takes no `position_ids`, it keeps a recurrent state, its attention
-            implementation or one of its layer types cannot mask rows of different lengths, or its `generation_config` asks
-            for something that no drafter can assist.
+        ValueError: `max_rows` is not a positive integer; the pair does not belong together; the target keeps a recurrent
+            state, or its `generation_config` asks for something that no drafter can assist; or, for more than one row,
+            its forward takes no `position_ids`, or its attention implementation or one of its layer types cannot mask rows
+            of different lengths.
     """
 
     def __init__(self, target: PreTrainedModel, drafter: DSparkDraftModel, max_rows: int = 16):
@@ -150,7 +150,9 @@ class ServingLoop:
         drafter.bind(target)
         self.target, self.drafter, self.max_rows = target, drafter, max_rows
         self.statistics = drafter.statistics = Statistics(drafter.config.num_draft_tokens, drafter.device)
-        self._refuse_what_cannot_join()
+        if max_rows > 1:
+            _refuse_what_cannot_join(target)
+        self._open(Request(None, torch.zeros(1, dtype=torch.long), max_new_tokens=1))  # raises what every request would
         self._lock = threading.Lock()  # of the three collections that other threads reach
         self._waiting: deque[Request] = deque()
         self._live: set[Hashable] = set()
@@ -159,16 +161,6 @@ class ServingLoop:
         self._running: list[_Row] = []
         self._batch: Batch | None = None  # its rows are those of `_running`
         self._seconds = 0.0
-
-    def _refuse_what_cannot_join(self) -> None:
-        if "position_ids" not in inspect.signature(self.target.forward).parameters:
-            raise ValueError(
-                f"{type(self.target).__name__} takes no `position_ids`, so requests at different positions cannot share a "
-                "forward. Answer them one at a time with `generate`."
-            )
-        slots = torch.zeros(2, 1, dtype=torch.long, device=self.target.device)
-        ragged_mask(self.target, slots, slots[..., None] == 0)
-        self._open(Request(None, torch.zeros(1, dtype=torch.long), max_new_tokens=1))
 
     # ---- from any thread ----
 
@@ -406,6 +398,17 @@ def _serve(loop: ServingLoop, upcoming: Iterator[Request]) -> Iterator[Event]:
             time.sleep(max(0.0, following.arrival - (time.monotonic() - started)))
         else:
             yield from loop.step()
+
+
+def _refuse_what_cannot_join(target: PreTrainedModel) -> None:
+    """Raises ValueError where rows at different positions cannot share a forward of this target."""
+    if "position_ids" not in inspect.signature(target.forward).parameters:
+        raise ValueError(
+            f"{type(target).__name__} takes no `position_ids`, so requests at different positions cannot share a forward. "
+            "Serve one at a time with `max_rows=1`."
+        )
+    slots = torch.zeros(2, 2, dtype=torch.long, device=target.device)  # of two rows with a draft token each
+    ragged_mask(target, slots, slots[..., None] == 0)
 
 
 def _prepare(
