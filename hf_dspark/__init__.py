@@ -14,6 +14,7 @@ from .hooks import install, uninstall
 from .load_profile import LoadProfile
 from .modeling_dspark import DSparkDraftModel
 from .packing import pack_linears
+from .serving import Event, Request, ServingLoop, serve_batch
 from .statistics import Round, Statistics
 
 __version__ = "0.1.0"
@@ -28,10 +29,14 @@ __all__ = [
     "DSparkCandidateGenerator",
     "DSparkConfig",
     "DSparkDraftModel",
+    "Event",
     "LoadProfile",
+    "Request",
     "Round",
+    "ServingLoop",
     "Statistics",
     "install",
     "pack_linears",
+    "serve_batch",
     "uninstall",
 ]

@@ -122,6 +122,30 @@ class SlotCache(Cache):
                 layer.keys = layer.keys.index_select(0, rows.to(layer.keys.device))
                 layer.values = layer.values.index_select(0, rows.to(layer.values.device))
 
+    @property
+    def rows(self) -> int:
+        """Number of rows stored."""
+        return self._slot_layers()[0][1].keys.shape[0]
+
+    def append_rows(self, other: SlotCache, length: int) -> None:
+        """Takes over the rows of another cache of the same model as further, last rows.
+
+        Args:
+            other ([`SlotCache`]): written to before, as this one.
+            length (`int`): slots of each row that are kept. The capacity is made anew from it, so that memory follows the
+                rows at hand and not the longest there ever was.
+        """
+        capacity = -(-length // _GROWTH) * _GROWTH
+        for index, theirs in other._slot_layers():
+            mine = self.layers[index]
+            for name in ("keys", "values"):
+                parts = getattr(mine, name), getattr(theirs, name)
+                rows = [part.shape[0] for part in parts]
+                room = parts[0].new_zeros(sum(rows), parts[0].shape[1], capacity, parts[0].shape[3])
+                for target, part in zip(room.split(rows), parts, strict=True):
+                    target[:, :, :length] = part[:, :, :length]
+                setattr(mine, name, room)
+
     def replace_rows(self, rows: Tensor, other: SlotCache) -> None:
         """Overwrites the given rows, in place, by the rows of another cache of the same model."""
         for index, theirs in other._slot_layers():
@@ -227,6 +251,12 @@ class RowLayout:
     def __init__(self, position_ids: Tensor, attention_mask: Tensor | None):
         self.position_ids = position_ids
         self.padded = None if attention_mask is None else attention_mask == 0  # (R, P)
+
+    @property
+    def counts_slots(self) -> bool:
+        """Whether every token sits at the position that its slot has, as in a text without padding."""
+        slots = torch.arange(self.prompt_length, device=self.position_ids.device)
+        return bool((self.position_ids == slots).all()) and (self.padded is None or not bool(self.padded.any()))
 
     @property
     def prompt_length(self) -> int:

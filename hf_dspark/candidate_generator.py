@@ -60,7 +60,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         drafter ([`DSparkDraftModel`]): bound to the target.
         logits_processor ([`RowProcessors`] or `LogitsProcessorList`): the processors of this call.
         do_sample (`bool`): whether tokens are sampled.
-        max_length (`int`): longest sequence of the call, in tokens.
+        max_length (`int`, *optional*): longest sequence of the call, in tokens; only the host's own loop needs it.
         max_draft_tokens (`int`, *optional*): longest draft; the drafter's K when not given.
 
     Raises:
@@ -74,7 +74,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         drafter: DSparkDraftModel,
         logits_processor: RowProcessors | LogitsProcessorList,
         do_sample: bool,
-        max_length: int,
+        max_length: int | None = None,
         max_draft_tokens: int | None = None,
     ):
         config = drafter.config
@@ -145,9 +145,42 @@ class DSparkCandidateGenerator(CandidateGenerator):
         pending = []
         for states, first_slots, counts in self._pending:
             first_slots, counts = [first_slots[i] for i in kept], [counts[i] for i in kept]
-            pending.append((states[rows.to(states.device), : max(counts)], first_slots, counts))
+            if max(counts):
+                pending.append((states[rows.to(states.device), : max(counts)], first_slots, counts))
         self._pending = pending
         self._older_confidence = [confidence[kept] for confidence in self._older_confidence]
+
+    def settle(self, sequences: list[Tensor], slots: list[int]) -> None:
+        """Moves the queued context into the drafter's cache, by a draft that nobody reads; arguments as in `propose`."""
+        self._draft_states(sequences, slots)
+
+    def join(self, other: DSparkCandidateGenerator, length: int) -> None:
+        """Takes over the rows of another generator as further, last rows.
+
+        Args:
+            other ([`DSparkCandidateGenerator`]): of the same drafter, settled after its prefill; this one has drafted or
+                settled as well.
+            length (`int`): committed tokens of the longest row of both.
+        """
+        count = other.cache.rows
+        self.cache.append_rows(other.cache, length)
+        # Context that is still queued here has nothing for the new rows.
+        self._pending = [
+            (torch.cat([states, states.new_zeros(count, *states.shape[1:])]), [*first, *[0] * count], [*counts, *[0] * count])
+            for states, first, counts in self._pending
+        ]
+        # Until there is a confidence from two rounds ago, a new row is taken to be like the others.
+        self._older_confidence = [
+            torch.cat([confidence, confidence.mean(dim=0, keepdim=True).expand(count, -1)])
+            for confidence in self._older_confidence
+        ]
+
+    def decode_with(self, processors: RowProcessors, do_sample: bool) -> None:
+        """Sets the processors of the coming rounds and whether any row samples, on which the default schedule depends."""
+        self.processors, self.do_sample = processors, do_sample
+        self.mode = self._choose_mode()
+        if self.mode != "full" and self.profitability is None:  # the drafter has been given a profile meanwhile
+            self.profitability = Profitability(self.drafter.load_profile)
 
     # ---- drafting ----
 
@@ -201,12 +234,18 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _parallel_stage(self, sequences: list[Tensor], slots: list[int]) -> tuple[Tensor, Tensor]:
         """Draft states `(R, K, D)` and base logits `(R, K, Vd)` behind all context observed so far."""
+        hidden = self._draft_states(sequences, slots)
+        return hidden, self.drafter.base_logits(hidden)
+
+    def _draft_states(self, sequences: list[Tensor], slots: list[int]) -> Tensor:
+        """Draft states `(R, K, D)`; the queued context goes into the cache on the way."""
         config, device, layout = self.drafter.config, self.drafter.device, self.layout
         block = torch.full((len(sequences), config.block_size), config.mask_token_id, dtype=torch.long, device=device)
         block[:, 0] = torch.stack([ids[-1] for ids in sequences]).to(device)
         block_slots = slot_ranges(slots, config.block_size, device)
 
-        context = torch.cat([states for states, _, _ in self._pending], dim=1)  # (R, C, D)
+        none = torch.empty(len(sequences), 0, config.hidden_size, dtype=self.drafter.dtype, device=device)
+        context = torch.cat([none, *(states for states, _, _ in self._pending)], dim=1)  # (R, C, D)
         length = max(slots) + config.block_size - self._first_slot
         pieces = []
         for states, first_slots, counts in self._pending:
@@ -218,7 +257,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             pieces.append(piece)
         source_slots = torch.cat([*pieces, block_slots], dim=1)  # (R, C + Q)
         if len(slots) == 1:
-            self.cache.place(self._pending[0][1][0] - self._first_slot, source_slots.shape[1])
+            self.cache.place(slots[0] - context.shape[1] - self._first_slot, source_slots.shape[1])
         else:
             self.cache.place_rows(source_slots - self._first_slot, length)
         self._pending = []
@@ -232,7 +271,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         ).last_hidden_state
         if not config.sample_from_anchor:
             hidden = hidden[:, 1:]
-        return hidden, self.drafter.base_logits(hidden)
+        return hidden
 
     def _block_mask(self, block_slots: Tensor, length: int) -> object:
         """What a block sees: all context and itself, minus padding, other rows' longer reach and a window's far side."""
@@ -279,10 +318,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
                     drafted = torch.stack(tokens, dim=1) if tokens else previous.new_empty(len(sequences), 0)
                     prefixes = [torch.cat([ids, new.to(ids.device)]) for ids, new in zip(sequences, drafted, strict=True)]
                 logits = self.processors(logits.float(), prefixes, rows)
-                # Processors may ban all that a reduced vocabulary has; any law will do then, as long as it is the one reported.
-                logits = torch.where(logits.isneginf().all(-1, keepdim=True), 0.0, logits)
             if self.do_sample:
-                laws.append(logits.float())
+                # Processors may ban all that a reduced vocabulary has, and a drafter may bring NaN; any law will do then, as
+                # long as it is the one reported.
+                laws.append(torch.where(logits.amax(-1, keepdim=True).isfinite(), logits.float(), 0.0))
                 choice = torch.multinomial(laws[-1].softmax(-1), 1)[:, 0]
             else:
                 choice = logits.argmax(-1)

@@ -155,7 +155,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             (default) for the best exact one: a search with fresh confidences in greedy decoding, `"presampled"` in sampling.
         confidence_threshold (`float`, defaults to 0.5): for `scheduling="threshold"`.
         threshold_on (`str`, defaults to `"conditional"`): whether the threshold applies to each c_k or to their product.
-        statistics ([`Statistics`]): counts and seconds of the latest `generate`.
+        statistics ([`Statistics`]): counts and seconds of the latest `generate`, or of a serving loop.
         on_round (callable, *optional*): called with a [`Round`] after every forward of the target, prefill included; for
             traces and displays.
     """

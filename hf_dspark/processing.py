@@ -16,6 +16,16 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as host
 
+
+class GreedyLaw(LogitsProcessor):
+    """Greedy decoding as a law: all probability on the best score. For greedy rows that share a round with sampled ones."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores `(N, V)`: 0 for the best token of each row, −∞ for the others; a row with NaN stays NaN."""
+        best, index = scores.max(dim=-1, keepdim=True)
+        return torch.full_like(scores, -torch.inf).scatter(-1, index, best - best)
+
+
 # Look at one row of scores and nothing else: also right on a part of the vocabulary.
 _SCORES_ONLY = (
     host.TemperatureLogitsWarper,
@@ -28,6 +38,7 @@ _SCORES_ONLY = (
     host.EtaLogitsWarper,
     host.InfNanRemoveLogitsProcessor,
     host.LogitNormalization,
+    GreedyLaw,
 )
 # Read the row's own prefix but not which row of the batch it is.
 _PREFIX_ONLY = (
@@ -79,17 +90,24 @@ class RowProcessors:
                     "without `assistant_model`, or without the option that adds it (`guidance_scale`, `watermarking_config` "
                     "of SynthID, ...)."
                 )
-        self.processors: Any = processors
         self.scores_only = all(type(processor) in _SCORES_ONLY for processor in processors)
-        self._of_rows: list[Any] = [processors]
+        self.of_rows: list[Any] = [processors] * batch_size
         if batch_size > 1 and not self.scores_only:
-            self._of_rows = [
+            self.of_rows = [
                 LogitsProcessorList(_of_row(processor, row, batch_size) for processor in processors)
                 for row in range(batch_size)
             ]
 
+    @classmethod
+    def joined(cls, calls: list[RowProcessors]) -> RowProcessors:
+        """Those of one-row calls, as rows `0 … R − 1` of one batch. Rows may share a list, and are then processed together."""
+        rows = copy.copy(calls[0])
+        rows.of_rows = [processors for call in calls for processors in call.of_rows]
+        rows.scores_only = all(call.scores_only for call in calls)
+        return rows
+
     def __bool__(self) -> bool:
-        return len(self.processors) > 0
+        return any(len(processors) for processors in self.of_rows)
 
     def __call__(self, logits: Tensor, sequences: list[Tensor], rows: list[int]) -> Tensor:
         """Scores of one position per row.
@@ -97,18 +115,18 @@ class RowProcessors:
         Args:
             logits (`torch.Tensor` of shape `(N, V)`): float32; may be changed in place.
             sequences (list of N `torch.LongTensor`s, 1-D): the tokens before that position; not read if `scores_only`.
-            rows (list of N `int`s): number of each row in the batch of the call; not read if `scores_only`.
+            rows (list of N `int`s): number of each row in the batch of the call.
 
         Returns:
             `torch.Tensor` of shape `(N, V)`.
         """
-        if not self.processors:
+        if not self:
             return logits
         if self.scores_only:
-            return self.processors(torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device), logits)
+            return self._on_scores(logits[:, None], rows)[:, 0]
         return torch.cat(
             [
-                self._of_rows[row](ids[None], row_logits[None])
+                self.of_rows[row](ids[None], row_logits[None])
                 for ids, row_logits, row in zip(sequences, logits, rows, strict=True)
             ]
         )
@@ -128,16 +146,33 @@ class RowProcessors:
         Returns:
             `torch.Tensor` of shape `(N, L + 1, V)`.
         """
-        if not self.processors:
+        if not self:
             return logits
-        if self.scores_only:  # none of these works in place
-            return self(logits.flatten(0, 1), [], []).view(logits.shape)
+        if self.scores_only:
+            return self._on_scores(logits, rows)
         scores = logits.clone()
         for index, length in enumerate(lengths):
             for position in range(length + 1):
                 prefix = torch.cat([sequences[index], tokens[index, :position]])
                 scores[index, position] = self(scores[index, position][None], [prefix], [rows[index]])[0]
         return scores
+
+    def _on_scores(self, logits: Tensor, rows: list[int]) -> Tensor:
+        """Scores of logits `(N, Q, V)` from processors that read nothing else and do not work in place."""
+        places: dict[int, list[int]] = {}
+        for place, row in enumerate(rows):
+            places.setdefault(id(self.of_rows[row]), []).append(place)
+        if len(places) == 1:
+            return _apply(self.of_rows[rows[0]], logits)
+        scores = torch.empty_like(logits)
+        for alike in places.values():
+            scores[alike] = _apply(self.of_rows[rows[alike[0]]], logits[alike])
+        return scores
+
+
+def _apply(processors: Any, logits: Tensor) -> Tensor:
+    flat = logits.flatten(0, 1)
+    return processors(torch.zeros(len(flat), 1, dtype=torch.long, device=flat.device), flat).view(logits.shape)
 
 
 def _of_row(processor: Any, row: int, batch_size: int) -> LogitsProcessor:

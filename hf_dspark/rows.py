@@ -30,6 +30,7 @@ class Rows:
         sequences (list of R `torch.LongTensor`s, 1-D): committed tokens.
         active (`list[int]`): rows that still generate.
         max_length (`int`): longest sequence, in tokens.
+        prompt_length (`int`): S.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Rows:
     ):
         self.sequences = list(input_ids.unbind(0))
         self.active = list(range(len(input_ids)))
-        self._prompt_length = self._streamed = input_ids.shape[1]
+        self.prompt_length = self._streamed = input_ids.shape[1]
         self._streamer = streamer
         self._ends: list[int | None] = [None] * len(input_ids)  # length at which each row stopped
 
@@ -102,7 +103,7 @@ class Rows:
             for end, token in enumerate(new, before + 1):
                 stops = end >= self.max_length or token in self._end_tokens
                 if self._criteria and not stops:
-                    seen = None if scores is None else tuple(s[None] for s in scores[row][: end - self._prompt_length])
+                    seen = None if scores is None else tuple(s[None] for s in scores[row][: end - self.prompt_length])
                     stops = bool(self._criteria(ids[None, :end], seen).all())
                 if stops:
                     self._ends[row] = end
@@ -131,6 +132,13 @@ class Rows:
         for column in self.padded()[:, self._streamed : ready].cpu().unbind(1):
             self._streamer.put(column.contiguous())
         self._streamed = max(self._streamed, ready)
+
+    def finish_reason(self, row: int) -> str | None:
+        """`None` while a row generates; then `"length"` where `max_length` alone has ended it, else `"stop"`."""
+        if row in self.active:
+            return None
+        ids = self.sequences[row]
+        return "length" if len(ids) == self.max_length and int(ids[-1]) not in self._end_tokens else "stop"
 
     def finish(self) -> None:
         """Ends the stream."""
@@ -196,7 +204,7 @@ class Rows:
         sequences = self.padded()
         if not self._returns_dict:
             return sequences
-        counts = [len(ids) - self._prompt_length for ids in self.sequences]  # a block may have gone beyond the end
+        counts = [len(ids) - self.prompt_length for ids in self.sequences]  # a block may have gone beyond the end
         recorded = {
             name: tuple(
                 _stack_rows([record[step] if step < count else None for record, count in zip(rows, counts, strict=True)])

@@ -118,11 +118,12 @@ class Statistics:
         self.seconds[phase] += time.perf_counter() - started
 
     def close(self, seconds: float) -> None:
-        """Ends the account of a call that took `seconds` in all: what no phase claims is `rest`."""
+        """Ends the account of a call that took `seconds` in all: what no phase claims is `rest`. May be called repeatedly."""
         for phase, start, end in self._events:
             end.synchronize()
             self.seconds[phase] += start.elapsed_time(end) / 1000  # from milliseconds
         self._events.clear()
+        self.seconds["rest"] = 0.0
         self.seconds["rest"] = max(0.0, seconds - sum(self.seconds.values()))
 
     def to_dict(self) -> dict:

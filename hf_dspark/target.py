@@ -155,13 +155,14 @@ class TargetForward:
 
     # ---- verification ----
 
-    def verify(self, sequences: list[Tensor], tokens: Tensor, slots: list[int]) -> CausalLMOutputWithPast:
+    def verify(self, sequences: list[Tensor], tokens: Tensor, slots: list[int], lengths: list[int]) -> CausalLMOutputWithPast:
         """One forward over anchor and draft of every row.
 
         Args:
             sequences (list of R `torch.LongTensor`s, 1-D): committed tokens of each row, the anchor included.
             tokens (`torch.LongTensor` of shape `(R, 1 + L)`): anchor and draft tokens, right-padded.
             slots (`list[int]`): slot of each anchor.
+            lengths (`list[int]`): draft tokens of each row without the padding.
 
         Returns:
             `CausalLMOutputWithPast` with `logits` `(R, 1 + L, V)` and the captured `hidden_states`.
@@ -170,7 +171,10 @@ class TargetForward:
         token_slots = slot_ranges(slots, length, tokens.device)  # (R, Q)
         kwargs = dict(self._others, cache=self.cache, use_cache=True)
         if "position_ids" in self.model_kwargs:
-            kwargs["position_ids"] = self.layout.positions(token_slots)
+            # Padding stays at the last position of its row: those behind it may be more than the target has.
+            ends = [slot + length for slot, length in zip(slots, lengths, strict=True)]
+            placed = token_slots if len(slots) == 1 else token_slots.minimum(slot_ranges(ends, 1, tokens.device))
+            kwargs["position_ids"] = self.layout.positions(placed)
         if "logits_to_keep" in self.model_kwargs:
             kwargs["logits_to_keep"] = length
         for name, types in self._token_types.items():  # as `generate` goes on: the last type, or text among images
@@ -178,7 +182,9 @@ class TargetForward:
         if len(slots) > 1:
             # Padding behind a short draft writes to slots that the row will fill later; nobody may look at them until then.
             self.cache.place_rows(token_slots, max(slots) + length)
-            kwargs["attention_mask"] = self._ragged_mask(token_slots)
+            slots_of_cache = torch.arange(self.cache.length, device=tokens.device)
+            causal = self.layout.hide_padding(slots_of_cache <= token_slots[..., None])  # (R, Q, S)
+            kwargs["attention_mask"] = ragged_mask(self.target, token_slots, causal)
             input_ids = tokens
         else:
             self.cache.place(slots[0], length)
@@ -188,36 +194,6 @@ class TargetForward:
             input_ids = torch.cat([sequences[0][None, :-1], tokens], dim=1)  # some models find their own part of the text
         inputs = self.target.prepare_inputs_for_generation(input_ids, next_sequence_length=length, **kwargs)
         return self._call(inputs)
-
-    def _ragged_mask(self, token_slots: Tensor) -> Any:
-        """Masks of rows at different slots: by layer type where the target has several, else one.
-
-        The choice follows transformers' `create_masks_for_generate`.
-        """
-        config = self.target.config.get_text_config(decoder=True)
-        implementation, dtype = config._attn_implementation, self.target.dtype
-        slots = torch.arange(self.cache.length, device=token_slots.device)
-        causal = slots <= token_slots[..., None]  # (R, Q, S)
-        causal = self.layout.hide_padding(causal)
-        window = getattr(config, "sliding_window", None)
-
-        def build(kind: str) -> Any:
-            if kind == "full_attention":
-                visible = causal
-            elif kind == "sliding_attention":
-                visible = causal & (slots > token_slots[..., None] - window)
-            else:
-                raise ValueError(
-                    f"the target has layers of type {kind!r}, for which rows of different lengths cannot be masked: generate "
-                    "one row at a time."
-                )
-            return format_mask(visible[:, None], implementation, dtype)
-
-        if getattr(config, "layer_types", None) is not None:
-            return {kind: build(kind) for kind in set(config.layer_types)}
-        if getattr(config, "attention_chunk_size", None) is not None:
-            return build("chunked_attention")
-        return build("full_attention" if window is None else "sliding_attention")
 
     def _call(self, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
         inputs["output_hidden_states"] = self._capture
@@ -243,6 +219,27 @@ class TargetForward:
         self.layout.select_rows(places)
         self.cache_rows = [self.cache_rows[place] for place in places.tolist()]
 
+    def join(self, other: TargetForward, length: int) -> None:
+        """Takes over the rows of another forward of the same target as further, last rows, and numbers all anew.
+
+        Args:
+            other ([`TargetForward`]): after its prefill; both with a text in every row and nothing else.
+            length (`int`): committed tokens of the longest row of both.
+
+        Raises:
+            ValueError: a prompt has padding, positions of its own, or inputs besides its tokens.
+        """
+        for forward in (self, other):
+            inputs = {**forward._others, **forward._token_types}
+            extra = [name for name, value in inputs.items() if isinstance(value, Tensor) and value.ndim]
+            if extra or forward.slot_offset or not forward.layout.counts_slots:
+                raise ValueError(
+                    "rows can only join where every token sits at its own position 0, 1, 2, … and the target is given nothing "
+                    f"but tokens; got {', '.join(extra) or 'padding or other positions'}. Use `generate` for such prompts."
+                )
+        self.cache.append_rows(other.cache, length)
+        self.cache_rows = list(range(len(self.cache_rows) + len(other.cache_rows)))
+
     def hand_back(self, sequences: Tensor, lengths: list[int]) -> None:
         """Fills the cache that `generate` was called with, if the caller can see it, as plain decoding would have done.
 
@@ -258,5 +255,41 @@ class TargetForward:
             missing = longest - min(lengths)
             padded = torch.nn.functional.pad(sequences, (0, missing))
             tokens = torch.stack([ids[n - 1 : n - 1 + missing] for ids, n in zip(padded, lengths, strict=True)])
-            self.verify(list(sequences), tokens, [n - 1 + self.slot_offset for n in lengths])
+            slots = [n - 1 + self.slot_offset for n in lengths]
+            self.verify(list(sequences), tokens, slots, [missing - 1] * len(slots))
         self.cache.write_to(self.user_cache, self.past_length, longest - 1 + self.slot_offset)
+
+
+def ragged_mask(target: PreTrainedModel, token_slots: Tensor, causal: Tensor) -> Any:
+    """Masks of rows at different slots: by layer type where the target has several, else one.
+
+    The choice follows transformers' `create_masks_for_generate`.
+
+    Args:
+        target (`PreTrainedModel`): whose attention will read them.
+        token_slots (`torch.LongTensor` of shape `(R, Q)`): slot of each query.
+        causal (`torch.BoolTensor` of shape `(R, Q, S)`): slots that full attention lets it see.
+
+    Raises:
+        ValueError: the target's attention implementation, or the type of one of its layers, cannot be masked so.
+    """
+    config = target.config.get_text_config(decoder=True)
+    window = getattr(config, "sliding_window", None)
+
+    def build(kind: str) -> Any:
+        if kind == "full_attention":
+            visible = causal
+        elif kind == "sliding_attention":
+            visible = causal & (torch.arange(causal.shape[-1], device=causal.device) > token_slots[..., None] - window)
+        else:
+            raise ValueError(
+                f"the target has layers of type {kind!r}, for which rows of different lengths cannot be masked: generate "
+                "one row at a time."
+            )
+        return format_mask(visible[:, None], config._attn_implementation, target.dtype)
+
+    if getattr(config, "layer_types", None) is not None:
+        return {kind: build(kind) for kind in set(config.layer_types)}
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return build("chunked_attention")
+    return build("full_attention" if window is None else "sliding_attention")

@@ -161,6 +161,8 @@ def test_phases_on_an_accelerator_are_timed_by_events(monkeypatch):
     statistics.close(2.0)
     assert statistics.seconds["draft"] == 0.5 and statistics.seconds["verify"] == 0.25
     assert statistics.seconds["rest"] == 1.25
+    statistics.close(3.0)  # a loop that goes on closes its account after every step
+    assert statistics.seconds["draft"] == 0.5 and statistics.seconds["rest"] == 2.25
     json.dumps(statistics.to_dict())
 
 
