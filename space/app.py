@@ -78,8 +78,8 @@ def build(pair: Pair, prompts: tuple[str, ...] = PROMPTS) -> gr.Blocks:
 
     with gr.Blocks(title="DSpark", analytics_enabled=False) as demo:
         gr.HTML(
-            "<h1>DSpark</h1><p>A small drafter guesses the next few tokens, the target checks them all in one pass. The text stays "
-            "the target's own; only the number of passes changes.</p>"
+            "<h1>DSpark</h1><p>A small drafter guesses the next few tokens, the target checks them all in one pass. The text "
+            "stays the target's own; only the number of passes changes.</p>"
             f'<p class="hint">On stage: {pair.name}, drafts of {pair.drafter.config.num_draft_tokens} tokens, on '
             f"{'a GPU' if pair.target.device.type == 'cuda' else 'the processor'}. One visitor at a time; others wait in line. "
             "What you type is not kept.</p>"
@@ -106,7 +106,8 @@ def build(pair: Pair, prompts: tuple[str, ...] = PROMPTS) -> gr.Blocks:
                     gr.HTML("<h3>DSpark</h3>")
                     dspark_figures, dspark_text = gr.HTML(), gr.HTML(elem_id="race-dspark")
             gr.HTML(
-                LEGEND + '<p class="hint">Both run on the same machine, one pass of the target at a time; whichever has used less '
+                LEGEND
+                + '<p class="hint">Both run on the same machine, one pass of the target at a time; whichever has used less '
                 "time goes next, and each has its own clock. So neither slows the other, and the page shows both at the same "
                 "moment of their race, at half speed.</p>"
             )
@@ -130,9 +131,10 @@ def build(pair: Pair, prompts: tuple[str, ...] = PROMPTS) -> gr.Blocks:
 
         with gr.Tab("Inside a block"):
             gr.HTML(
-                "<p>All positions of a block are guessed at once, each blind to the others. The sequential (Markov) head then goes "
-                "through them from left to right and corrects by habit: which token tends to follow which. A confidence says how "
-                "likely each survives, and the scheduler cuts. Here everything is checked all the same, to see who was right.</p>"
+                "<p>All positions of a block are guessed at once, each blind to the others. The sequential (Markov) head then "
+                "goes through them from left to right and corrects by habit: which token tends to follow which. A confidence "
+                "says how likely each survives, and the scheduler cuts. Here everything is checked all the same, to see who "
+                "was right.</p>"
             )
             inside_prompt = gr.Textbox(prompts[0], label="Prompt", lines=2, max_lines=6, elem_id="block-prompt",
                                        info=f"Up to {PROMPT_LIMIT} characters.")  # fmt: skip
@@ -147,7 +149,9 @@ def build(pair: Pair, prompts: tuple[str, ...] = PROMPTS) -> gr.Blocks:
             ]
             inside_stop.click(lambda: notice("Stopped."), None, inside_note, cancels=looking, queue=False)
 
-            gr.HTML("<h3>The table of habits</h3><p>Type a token; a leading space counts. Of several tokens the last one is taken.</p>")
+            gr.HTML(
+                "<h3>The table of habits</h3><p>Type a token; a leading space counts. Of several tokens the last is taken.</p>"
+            )
             token = gr.Textbox(label="Token", elem_id="habit-token", info=f"Up to {TOKEN_LIMIT} characters.")
             token_start = gr.Button("Show its habits", elem_id="habit-start")
             habit_note, habit_page = gr.HTML(elem_id="habit-note"), gr.HTML(elem_id="habit-page")
@@ -156,9 +160,9 @@ def build(pair: Pair, prompts: tuple[str, ...] = PROMPTS) -> gr.Blocks:
 
         with gr.Tab("Looking too early"):
             gr.HTML(
-                "<p>The scheduler may shorten a draft as it likes, if it decides about a token without knowing it. A toy world with two "
-                "tokens shows what happens otherwise. The target says A with 0.7 and B with 0.3; the drafter tosses a fair coin; the "
-                "confidence of the second token gives away the first.</p>"
+                "<p>The scheduler may shorten a draft as it likes, if it decides about a token without knowing it. A toy world "
+                "with two tokens shows what happens otherwise. The target says A with 0.7 and B with 0.3; the drafter tosses a "
+                "fair coin; the confidence of the second token gives away the first.</p>"
             )
             seed = gr.State(1)
             draw = gr.Button(f"Draw {causality.DRAWS:,} times again", variant="primary", elem_id="causality-draw")

@@ -84,8 +84,8 @@ def page(pair: Pair, rounds: Sequence[Round]) -> str:
         if one.accepted[0] == len(table) and len(one.committed[0]) > len(table):
             bonus = f'<p class="hint">All survived; the target added {_code(pair, one.committed[0][-1])}.</p>'
         blocks.append(
-            f"<details{' open' if number == 1 else ''}><summary>Block {number}: {one.accepted[0]} of {len(table)} survived, the "
-            f'scheduler would verify {length}</summary><div class="wide"><table><thead><tr><th>#</th><th>base guess</th>'
+            f"<details{' open' if number == 1 else ''}><summary>Block {number}: {one.accepted[0]} of {len(table)} survived, "
+            f'the scheduler would verify {length}</summary><div class="wide"><table><thead><tr><th>#</th><th>base guess</th>'
             "<th>after the habits</th><th>confidence</th><th>all so far</th><th>scheduler</th><th>target said</th></tr></thead>"
             f"<tbody>{body}</tbody></table></div>{bonus}</details>"
         )
@@ -100,7 +100,9 @@ def _row(pair: Pair, k: int, position: Position, last: bool) -> str:
         said = '<span class="accepted">✓ the same</span>'
     else:
         said = f'<span class="rejected plainly">✗</span> {_code(pair, position.target)}'
-    numbers = "".join(f"<td>{'–' if value is None else f'{value:.2f}'}</td>" for value in (position.confidence, position.survival))
+    numbers = "".join(
+        f"<td>{'–' if value is None else f'{value:.2f}'}</td>" for value in (position.confidence, position.survival)
+    )
     return (
         f'<tr class="{"cut-here" if last else ""}"><td>{k}</td><td>{_code(pair, position.base)}</td>'
         f"<td>{_code(pair, position.draft)}{' <small>changed</small>' if changed else ''}</td>{numbers}"
@@ -150,7 +152,8 @@ def habits_page(pair: Pair, text: str) -> str:
     columns = "".join(
         f"<div><h4>{title}</h4><ul class='habits'>"
         + "".join(
-            f'<li>{_code(pair, one)}<span class="{kind}" style="width:{70 * abs(value) / widest:.0f}px"></span>{value:+.1f}</li>'
+            f'<li>{_code(pair, one)}<span class="{kind}" style="width:{70 * abs(value) / widest:.0f}px"></span>'
+            f"{value:+.1f}</li>"
             for one, value in entries
         )
         + "</ul></div>"
@@ -160,6 +163,7 @@ def habits_page(pair: Pair, text: str) -> str:
         pair.drafter.config.markov_head_type == "gated"
     )
     return (
-        f'<p role="status">Behind {_code(pair, token)}:</p><div class="pair">{columns}</div><p class="hint">Added to the '
-        f"next position's logits, against the mean over the drafter's vocabulary: +2.3 makes a token ten times as likely.{gated}</p>"
+        f'<p role="status">Behind {_code(pair, token)}:</p><div class="pair">{columns}</div><p class="hint">Added to '
+        "the next position's logits, against the mean over the drafter's vocabulary: +2.3 makes a token ten times as likely "
+        f"as before.{gated}</p>"
     )

@@ -61,7 +61,14 @@ def curve(
 
 
 def bars(
-    labels: Sequence[str], values: Sequence[float], x_label: str, y_label: str, *, top: float, chosen: int, description: str = ""
+    labels: Sequence[str],
+    values: Sequence[float],
+    x_label: str,
+    y_label: str,
+    *,
+    top: float,
+    chosen: int,
+    description: str = "",
 ) -> str:
     """One bar a label, with its value above; `chosen` is the index of the one to stress."""
     parts, slot = [*_y_axis(top, y_label)], (WIDTH - _LEFT - _RIGHT) / len(labels)

@@ -13,7 +13,17 @@ from hf_dspark import LoadProfile, Round
 from hf_dspark.scheduling import early_stop, expected_throughput, global_search
 
 STEPS = 9  # of the slider: 1, 2, 4, … 256 requests
-_NAMES = ("quiet night", "quiet night", "early morning", "morning", "noon", "afternoon", "evening", "Friday evening", "Saturday rush")
+_NAMES = (
+    "quiet night",
+    "quiet night",
+    "early morning",
+    "morning",
+    "noon",
+    "afternoon",
+    "evening",
+    "Friday evening",
+    "Saturday rush",
+)
 IMAGINED = "an imagined, well-trained drafter (0.85 each)"
 
 
@@ -63,7 +73,8 @@ def page(profile: LoadProfile, confidence: Sequence[float], step: int) -> str:
     budgets = [budget(profile, confidence, requests) for requests in loads]
     now, positions = budgets[step], len(confidence)
     cells = "".join(
-        f'<li class="{"verify" if k < now.length else "cut"}">{k + 1}<small>{c:.2f}</small></li>' for k, c in enumerate(confidence)
+        f'<li class="{"verify" if k < now.length else "cut"}">{k + 1}<small>{c:.2f}</small></li>'
+        for k, c in enumerate(confidence)
     )
     plural = "request" if now.requests == 1 else "requests at once"
     return (
@@ -90,7 +101,11 @@ def _throughput_chart(now: Budget) -> str:
 def _throughput_words(now: Budget) -> str:
     gain = now.throughput[now.length] / now.throughput[0] - 1
     words = f"Best at ℓ = {now.length}"
-    words += f", {gain:+.0%} against a draft of which nothing is verified." if now.length else ": verifying would cost more than it brings."
+    words += (
+        f", {gain:+.0%} against a draft of which nothing is verified."
+        if now.length
+        else ": verifying would cost more than it brings."
+    )
     if now.early != now.length:
         words += f" Stopping at the first step that does not pay would have ended at ℓ = {now.early}."
     return words
@@ -129,7 +144,7 @@ def _step_chart(profile: LoadProfile, now: Budget) -> str:
 
 def _step_words(profile: LoadProfile) -> str:
     return (
-        "What a pass costs here, as measured when this page started, jagged as it is. Rings: ℓ = 0, 1, 2 … at this load; filled: the "
-        f"choice. Dashed: beyond the largest size measured ({max(profile.steps_per_second)} tokens). Drafting adds "
+        "What a pass costs here, as measured when this page started, jagged as it is. Rings: ℓ = 0, 1, 2 … at this load; "
+        f"filled: the choice. Dashed: beyond the largest size measured ({max(profile.steps_per_second)} tokens). Drafting adds "
         f"{1e3 * profile.draft_seconds:.1f} ms."
     )

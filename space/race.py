@@ -174,7 +174,10 @@ def figures(race: Race, name: str) -> str:
     ]
     if name == "dspark":
         share = race.saved / len(lane.ids) if lane.ids else 0.0
-        items += [(f"{race.tau:.2f}" if race.tau else "–", "τ, tokens per pass"), (f"{race.saved} ({share:.0%})", "passes saved")]
+        items += [
+            (f"{race.tau:.2f}" if race.tau else "–", "τ, tokens per pass"),
+            (f"{race.saved} ({share:.0%})", "passes saved"),
+        ]
     cells = "".join(f"<div><b>{value}</b><span>{label}</span></div>" for value, label in items)
     return f'<div class="figures">{cells}</div>'
 

@@ -82,7 +82,7 @@ def test_nothing_is_shown_unescaped():
 def test_long_prompts_are_counted_in_tokens(pair, monkeypatch):
     monkeypatch.setattr(pairs, "PROMPT_TOKEN_LIMIT", 9)
     assert pair.encode(text([7, 8]))["input_ids"].shape == (1, 7)
-    with pytest.raises(Refused, match="10 tokens. Please keep it to 9"):
+    with pytest.raises(Refused, match=r"10 tokens\. Please keep it to 9"):
         pair.encode(text([7, 8, 9, 10, 11]))
 
 
@@ -280,7 +280,9 @@ def test_drafters_without_habits_say_so(config):
 # ---- looking too early ----
 
 
-@pytest.mark.parametrize(("rule", "share"), zip(causality.RULES, (0.85, 0.7, 0.7), strict=True), ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize(
+    ("rule", "share"), zip(causality.RULES, (0.85, 0.7, 0.7), strict=True), ids=lambda value: str(value)[:20]
+)
 def test_only_peeking_bends_the_output(rule, share):
     torch.manual_seed(5)
     state = torch.get_rng_state()
