@@ -14,7 +14,7 @@ import gradio as gr
 import load
 import race
 from pair import Pair, load_pair
-from visitors import PROMPT_LIMIT, TOKEN_LIMIT, Refused, check_text, notice
+from visitors import PROMPT_LIMIT, TOKEN_LIMIT, Refused, check_text, escape, notice
 
 CSS = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
 PROMPTS = (
@@ -80,12 +80,12 @@ def build(pair: Pair, prompts: tuple[str, ...] = PROMPTS) -> gr.Blocks:
         gr.HTML(
             "<h1>DSpark</h1><p>A small drafter guesses the next few tokens, the target checks them all in one pass. The text "
             "stays the target's own; only the number of passes changes.</p>"
-            f'<p class="hint">On stage: {pair.name}, drafts of {pair.drafter.config.num_draft_tokens} tokens, on '
+            f'<p class="hint">On stage: {escape(pair.name)}, drafts of {pair.drafter.config.num_draft_tokens} tokens, on '
             f"{'a GPU' if pair.target.device.type == 'cuda' else 'the processor'}. One visitor at a time; others wait in line. "
             "What you type is not kept.</p>"
         )
         with gr.Tab("Race"):
-            prompt = gr.Textbox(PROMPTS[0] if prompts is PROMPTS else prompts[0], label="Prompt", lines=2, max_lines=6,
+            prompt = gr.Textbox(prompts[0], label="Prompt", lines=2, max_lines=6,
                                 info=f"Up to {PROMPT_LIMIT} characters.", elem_id="race-prompt")  # fmt: skip
             gr.Examples([[text] for text in prompts], prompt, label="Try one of these")
             with gr.Row():

@@ -93,7 +93,8 @@ def page(pair: Pair, rounds: Sequence[Round]) -> str:
 
 
 def _row(pair: Pair, k: int, position: Position, last: bool) -> str:
-    changed = position.base != position.draft
+    changed = " <small>changed</small>" if position.base != position.draft else ""
+    scheduler = "verify" if position.scheduled else '<span class="faint">cut</span>'
     if position.target is None:
         said = '<span class="faint">not reached</span>'
     elif position.target == position.draft:
@@ -105,8 +106,8 @@ def _row(pair: Pair, k: int, position: Position, last: bool) -> str:
     )
     return (
         f'<tr class="{"cut-here" if last else ""}"><td>{k}</td><td>{_code(pair, position.base)}</td>'
-        f"<td>{_code(pair, position.draft)}{' <small>changed</small>' if changed else ''}</td>{numbers}"
-        f"<td>{'verify' if position.scheduled else '<span class=faint>cut</span>'}</td><td>{said}</td></tr>"
+        f"<td>{_code(pair, position.draft)}{changed}</td>{numbers}"
+        f"<td>{scheduler}</td><td>{said}</td></tr>"
     )
 
 

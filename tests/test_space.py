@@ -249,7 +249,8 @@ def test_positions_of_a_block():
 
 def test_blocks_of_a_run(pair):
     rounds = last(block.record(pair, PROMPTS[0]))
-    assert sum(len(one.committed[0]) for one in rounds) + 1 == len(plain_ids(pair, PROMPTS[0], block.LENGTH))
+    length = len(plain_ids(pair, PROMPTS[0], block.LENGTH))
+    assert length - 2 <= sum(len(one.committed[0]) for one in rounds) < length  # the prompt's pass and the last have no draft
     page = block.page(pair, rounds)
     assert page.count("<details") == min(len(rounds), block.SHOWN) and page.count(" open") == 1
     assert "<pad>" not in page and "<mask>" not in page
@@ -280,14 +281,11 @@ def test_drafters_without_habits_say_so(config):
 # ---- looking too early ----
 
 
-@pytest.mark.parametrize(
-    ("rule", "share"), zip(causality.RULES, (0.85, 0.7, 0.7), strict=True), ids=lambda value: str(value)[:20]
-)
-def test_only_peeking_bends_the_output(rule, share):
-    torch.manual_seed(5)
+def test_only_peeking_bends_the_output():
     state = torch.get_rng_state()
-    assert causality.simulate(rule, seed=3) == pytest.approx(share, abs=0.012)
-    assert torch.equal(state, torch.get_rng_state())  # other visitors draw from it
+    shares = [causality.simulate(rule, seed=3) for rule in causality.RULES]
+    assert shares == pytest.approx([0.85, 0.7, 0.7], abs=0.012)
+    assert torch.equal(state, torch.get_rng_state())  # a sampled race draws from it
 
 
 def test_lesson_page():
@@ -348,6 +346,7 @@ def start_race(page, prompt):
 
 
 def test_a_visit(page, pair):
+    right = {prompt: pair.tokenizer.decode(plain_ids(pair, prompt, 48), skip_special_tokens=True) for prompt in PROMPTS}
     dialogs = []
     page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
     verdict, note = page.locator("#race-verdict .verdict"), page.locator("#race-note .notice")
@@ -356,11 +355,20 @@ def test_a_visit(page, pair):
     start_race(page, PROMPTS[0])
     verdict.wait_for()
     assert "Same text, token for token." in verdict.inner_text()
-    expected = pair.tokenizer.decode(plain_ids(pair, PROMPTS[0], 48), skip_special_tokens=True)
-    assert page.locator("#race-plain .lane").inner_text() == expected
+    assert page.locator("#race-plain .lane").inner_text() == right[PROMPTS[0]]
     page.evaluate("document.querySelectorAll('#race-dspark .rejected').forEach(span => span.remove())")
-    assert page.locator("#race-dspark .lane").inner_text() == expected
+    assert page.locator("#race-dspark .lane").inner_text() == right[PROMPTS[0]]
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+    # Two visitors at once: one waits for the other, and each gets the right answer.
+    other = page.context.new_page()
+    other.goto(page.url)
+    for visitor, prompt in ((page, PROMPTS[1]), (other, PROMPTS[0])):
+        start_race(visitor, prompt)
+    for visitor, prompt in ((page, PROMPTS[1]), (other, PROMPTS[0])):
+        visitor.locator("#race-plain .lane", has_text=right[prompt]).wait_for()
+        visitor.locator("#race-verdict", has_text="Same text").wait_for()
+    other.close()
 
     # What cannot be used is refused in words, what looks like HTML is text, and the page goes on working.
     for typed, message in (
@@ -397,4 +405,4 @@ def test_a_visit(page, pair):
     shares = page.locator("#causality-page .shares .value")
     shares.first.wait_for()
     target, peeking, wall, _ = (float(share) for share in shares.all_inner_texts())
-    assert (target, round(peeking, 1), round(wall, 1)) == (0.7, 0.8, 0.7) or abs(peeking - 0.85) < 0.02 > abs(wall - 0.7)
+    assert target == 0.7 and abs(peeking - 0.85) < 0.02 and abs(wall - 0.7) < 0.02
