@@ -144,7 +144,7 @@ def _step_chart(profile: LoadProfile, now: Budget) -> str:
 
 def _step_words(profile: LoadProfile) -> str:
     return (
-        "What a pass costs here, as measured when this page started, jagged as it is. Rings: ℓ = 0, 1, 2 … at this load; "
+        "What a pass costs here, as it was measured, jagged. Rings: ℓ = 0, 1, 2 … at this load; "
         f"filled: the choice. Dashed: beyond the largest size measured ({max(profile.steps_per_second)} tokens). Drafting adds "
         f"{1e3 * profile.draft_seconds:.1f} ms."
     )

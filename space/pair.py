@@ -58,6 +58,8 @@ class Pair:
 def load_pair() -> Pair:
     """The pair that `TARGET_MODEL` and `DRAFTER_MODEL` name (folders or repo ids), or the embedded default.
 
+    `LOAD_PROFILE` names a saved profile; without it the machine is measured, which takes a quarter of a minute or so.
+
     Raises:
         ValueError: only one of the two is set.
     """
@@ -77,7 +79,10 @@ def load_pair() -> Pair:
     if device == "cpu" and torch.backends.mkldnn.is_available():
         pack_linears(target, drafter.config.num_draft_tokens + 1)
         pack_linears(drafter, drafter.config.num_draft_tokens)
-    profile = LoadProfile.measure(target, drafter, batch_tokens=_BATCH_TOKENS, repeats=3)
+    if saved := os.environ.get("LOAD_PROFILE"):
+        profile = LoadProfile.load(saved)
+    else:
+        profile = LoadProfile.measure(target, drafter, batch_tokens=_BATCH_TOKENS, repeats=3)
     return Pair(target, tokenizer, drafter, profile, target.name_or_path.rstrip("/").rpartition("/")[2])
 
 

@@ -1,8 +1,16 @@
 """The Space: its logic without a browser, and then a visitor in a headless one. Tiny models; nothing is downloaded."""
 
+import os
 import shutil
+import socket
+import subprocess
+import sys
 import threading
+import time
 import xml.etree.ElementTree as ElementTree
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 
 import block
 import causality
@@ -19,6 +27,7 @@ from visitors import PROMPT_LIMIT, Refused, check_text, escape, notice
 
 from hf_dspark import LoadProfile, Round
 
+ROOT = Path(__file__).parents[1]
 PROMPTS = (text([7, 30, 9]), text([12, 8, 8, 41]))
 STAIRS = LoadProfile({1: 100.0, 4: 90.0, 8: 85.0, 16: 40.0, 64: 9.0})  # a few more tokens are cheap, many are not
 
@@ -81,9 +90,9 @@ def test_nothing_is_shown_unescaped():
 
 def test_long_prompts_are_counted_in_tokens(pair, monkeypatch):
     monkeypatch.setattr(pairs, "PROMPT_TOKEN_LIMIT", 9)
-    assert pair.encode(text([7, 8]))["input_ids"].shape == (1, 7)
+    assert pair.encode(text([7, 8]))["input_ids"].shape == (1, 6)
     with pytest.raises(Refused, match=r"10 tokens\. Please keep it to 9"):
-        pair.encode(text([7, 8, 9, 10, 11]))
+        pair.encode(text([7, 8, 9, 10, 11, 12]))
 
 
 # ---- the race ----
@@ -262,7 +271,7 @@ def test_habits(kept):
     drafter = tiny_drafter(target, draft_token_ids=kept)
     pair = Pair(target, tiny_tokenizer(), drafter, STAIRS, "")
     token, boosted, suppressed = block.habits(pair, text([9, 11]), count=3)
-    bias = drafter.markov_head.markov_w2.weight[:, 11]  # W1 is the identity
+    bias = drafter.markov_head.markov_w2.weight.detach()[:, 11]  # W1 is the identity
     ids = torch.tensor(kept or range(48))
     assert token == 11
     assert [t for t, _ in boosted] == ids[bias.topk(3).indices].tolist()
@@ -297,16 +306,25 @@ def test_lesson_page():
 # ---- any pair by environment ----
 
 
-def test_pairs_by_environment(tmp_path, pair, monkeypatch):
+@pytest.fixture(scope="module")
+def saved(pair, tmp_path_factory):
+    """The variables that name the pair, saved."""
+    folder = tmp_path_factory.mktemp("pair")
+    pair.target.save_pretrained(folder / "target")
+    pair.tokenizer.save_pretrained(folder / "target")
+    pair.drafter.save_pretrained(folder / "drafter")
+    STAIRS.save(folder / "stairs.json")
+    names = {"TARGET_MODEL": "target", "DRAFTER_MODEL": "drafter", "LOAD_PROFILE": "stairs.json"}
+    return {name: str(folder / file) for name, file in names.items()}
+
+
+def test_pairs_by_environment(saved, monkeypatch):
     monkeypatch.setattr(pairs, "_BATCH_TOKENS", (1, 2, 4))
-    pair.target.save_pretrained(tmp_path / "target")
-    pair.tokenizer.save_pretrained(tmp_path / "target")
-    pair.drafter.save_pretrained(tmp_path / "drafter")
-    monkeypatch.setenv("TARGET_MODEL", str(tmp_path / "target"))
+    monkeypatch.setenv("TARGET_MODEL", saved["TARGET_MODEL"])
     monkeypatch.delenv("DRAFTER_MODEL", raising=False)
     with pytest.raises(ValueError, match="both TARGET_MODEL and DRAFTER_MODEL"):
         load_pair()
-    monkeypatch.setenv("DRAFTER_MODEL", str(tmp_path / "drafter"))
+    monkeypatch.setenv("DRAFTER_MODEL", saved["DRAFTER_MODEL"])
     loaded = load_pair()
     assert loaded.name == "target" and list(loaded.profile.steps_per_second) == [1, 2, 4]
     assert last(race.run(loaded, PROMPTS[0], 12)).verdict in ("same", "near-tie")  # packed layers round otherwise
@@ -319,25 +337,44 @@ def find_chromium():
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+@contextmanager
+def served(saved, folder):
+    """Address of the app, run as `make space` does, with the tiny pair."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"GRADIO_SERVER_PORT": str(port), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with (folder / "log").open("w") as log:
+        command = [sys.executable, str(ROOT / "space" / "app.py")]
+        process = subprocess.Popen(command, env=os.environ | saved | variables, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        for _ in range(1200):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert process.poll() is None, (folder / "log").read_text()
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
 @pytest.fixture
-def page(pair):
+def page(saved, tmp_path):
     """A headless browser's page on the app."""
-    app = pytest.importorskip("app", reason="needs gradio: pip install 'hf-dspark[space]'", exc_type=ImportError)
+    if find_spec("gradio") is None:
+        pytest.skip("needs gradio: pip install 'hf-dspark[space]'")
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
     if find_chromium() is None:
         pytest.skip("needs chromium: apt-get install chromium")
-    demo = app.build(pair, PROMPTS)
-    _, address, _ = app.launch(demo, prevent_thread_lock=True, quiet=True)
-    try:
-        with playwright.sync_playwright() as driver:
-            browser = driver.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
-            page = browser.new_page(viewport={"width": 390, "height": 844})
-            page.set_default_timeout(30_000)
-            page.goto(address)
-            yield page
-            browser.close()
-    finally:
-        demo.close()
+    with served(saved, tmp_path) as address, playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 390, "height": 844})
+        page.set_default_timeout(60_000)
+        page.goto(address)
+        yield page
+        browser.close()
 
 
 def start_race(page, prompt):
