@@ -117,7 +117,7 @@ def build(pair: Pair, prompts: tuple[str, ...] = PROMPTS) -> gr.Blocks:
             ]
             stop.click(lambda: notice("Stopped."), None, note, cancels=running, queue=False)
 
-        with gr.Tab("Under load"):
+        with gr.Tab("Load"):
             gr.HTML(
                 "<p>At night the machine is idle and checking five tokens costs little more than one. On Saturday every token "
                 "checked for you is one less for somebody else. Move the slider and see how many are still worth it.</p>"
@@ -129,7 +129,7 @@ def build(pair: Pair, prompts: tuple[str, ...] = PROMPTS) -> gr.Blocks:
             for control in (step, which):
                 control.change(under_load, [step, which], loaded, show_progress="hidden", trigger_mode="always_last")
 
-        with gr.Tab("Inside a block"):
+        with gr.Tab("Block"):
             gr.HTML(
                 "<p>All positions of a block are guessed at once, each blind to the others. The sequential (Markov) head then "
                 "goes through them from left to right and corrects by habit: which token tends to follow which. A confidence "
@@ -158,7 +158,7 @@ def build(pair: Pair, prompts: tuple[str, ...] = PROMPTS) -> gr.Blocks:
             for trigger in (token_start.click, token.submit):
                 trigger(look_up, token, [habit_page, habit_note], **MODELS)
 
-        with gr.Tab("Looking too early"):
+        with gr.Tab("Peeking"):
             gr.HTML(
                 "<p>The scheduler may shorten a draft as it likes, if it decides about a token without knowing it. A toy world "
                 "with two tokens shows what happens otherwise. The target says A with 0.7 and B with 0.3; the drafter tosses a "

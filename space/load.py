@@ -80,7 +80,7 @@ def page(profile: LoadProfile, confidence: Sequence[float], step: int) -> str:
     return (
         f'<p class="big" role="status"><b>{now.requests}</b> {plural} <span>({_NAMES[step]})</span>: '
         f'verify <b class="budget">{now.length}</b> of {positions} draft tokens</p>'
-        f'<ol class="block">{cells}</ol>'
+        f'<ol class="draft-block">{cells}</ol>'
         '<p class="hint">A draft block; under each token its confidence. Filled: worth verifying. Crossed out: cut.</p>'
         f'<div class="charts"><figure>{_throughput_chart(now)}<figcaption>{_throughput_words(now)}</figcaption></figure>'
         f"<figure>{_budget_chart(budgets, step, positions)}<figcaption>The same block at every load.</figcaption></figure>"

@@ -371,7 +371,7 @@ def page(saved, tmp_path):
     with served(saved, tmp_path) as address, playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 390, "height": 844})
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(120_000)
         page.goto(address)
         yield page
         browser.close()
@@ -421,7 +421,7 @@ def test_a_visit(page, pair):
     assert note.locator("script, img").count() == 0
 
     # The slider, by keyboard.
-    page.get_by_role("tab", name="Under load").click()
+    page.get_by_role("tab", name="Load").click()
     budget = page.locator("#load-page .budget")
     budget.wait_for()
     assert budget.inner_text() == "5"
@@ -430,14 +430,14 @@ def test_a_visit(page, pair):
     page.locator("#load-page", has_text="Saturday rush").wait_for()
     assert budget.inner_text() == "0"
 
-    page.get_by_role("tab", name="Inside a block").click()
+    page.get_by_role("tab", name="Block").click()
     page.locator("#block-start").click()
     page.locator("#block-page details").first.wait_for()
     page.locator("#habit-token textarea, #habit-token input").fill("w9")
     page.locator("#habit-start").click()
     page.locator("#habit-page li").first.wait_for()
 
-    page.get_by_role("tab", name="Looking too early").click()
+    page.get_by_role("tab", name="Peeking").click()
     page.locator("#causality-draw").click()
     shares = page.locator("#causality-page .shares .value")
     shares.first.wait_for()
