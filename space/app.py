@@ -44,16 +44,9 @@ def build(pair: Pair, prompts: tuple[str, ...] = PROMPTS) -> gr.Blocks:
         try:
             prompt, note = check_text(prompt, pair.tokenizer)
             for state in race.run(pair, prompt, length, mode == "sampled", verify == "every drafted token"):
-                yield (
-                    state.plain.html(),
-                    race.figures(state, "plain"),
-                    state.dspark.html(),
-                    race.figures(state, "dspark"),
-                    race.verdict(state),
-                    notice(note),
-                )
+                yield race.column(state, "plain"), race.column(state, "dspark"), notice(note) + race.verdict(state)
         except Refused as refusal:
-            yield "", "", "", "", "", notice(str(refusal), "refusal")
+            yield "", "", notice(str(refusal), "refusal")
 
     def look_inside(prompt):
         try:
@@ -96,26 +89,21 @@ def build(pair: Pair, prompts: tuple[str, ...] = PROMPTS) -> gr.Blocks:
             with gr.Row():
                 start = gr.Button("Start the race", variant="primary", elem_id="race-start")
                 stop = gr.Button("Stop", elem_id="race-stop")
-            note = gr.HTML(elem_id="race-note")
             verdict = gr.HTML(elem_id="race-verdict")
             with gr.Row(equal_height=False):
-                with gr.Column(min_width=300):
-                    gr.HTML("<h3>Plain decoding</h3>")
-                    plain_figures, plain_text = gr.HTML(), gr.HTML(elem_id="race-plain")
-                with gr.Column(min_width=300):
-                    gr.HTML("<h3>DSpark</h3>")
-                    dspark_figures, dspark_text = gr.HTML(), gr.HTML(elem_id="race-dspark")
+                plain = gr.HTML(elem_id="race-plain", min_width=300)
+                dspark = gr.HTML(elem_id="race-dspark", min_width=300)
             gr.HTML(
                 LEGEND
                 + '<p class="hint">Both run on the same machine, one pass of the target at a time; whichever has used less '
                 "time goes next, and each has its own clock. So neither slows the other, and the page shows both at the same "
                 "moment of their race, at half speed.</p>"
             )
-            outputs = [plain_text, plain_figures, dspark_text, dspark_figures, verdict, note]
             running = [
-                trigger(run_race, [prompt, length, mode, verify], outputs, **MODELS) for trigger in (start.click, prompt.submit)
+                trigger(run_race, [prompt, length, mode, verify], [plain, dspark, verdict], **MODELS)
+                for trigger in (start.click, prompt.submit)
             ]
-            stop.click(lambda: notice("Stopped."), None, note, cancels=running, queue=False)
+            stop.click(lambda: notice("Stopped."), None, verdict, cancels=running, queue=False)
 
         with gr.Tab("Load"):
             gr.HTML(

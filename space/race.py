@@ -76,8 +76,11 @@ class Lane:
         """The text with each token's origin marked; rejected tokens fade once the next pass is over."""
         marked = []
         for (kind, number), spans in groupby(self.spans, key=lambda span: (span[0], span[2] if span[0] != "own" else 0)):
-            old = " old" if kind == "rejected" and number < self.passes else ""
-            marked.append(f'<span class="{kind}{old}">{escape("".join(text for _, text, _ in spans))}</span>')
+            text = "".join(text for _, text, _ in spans)
+            if kind == "rejected":
+                text = text.replace("\n", "⏎")  # what was thrown away must not tear the text apart
+                kind += " old" if number < self.passes else ""
+            marked.append(f'<span class="{kind}">{escape(text)}</span>')
         return f'<div class="lane">{"".join(marked) or "…"}</div>'
 
 
@@ -164,8 +167,14 @@ class _EveryToken(BaseStreamer):
         pass
 
 
+def column(race: Race, name: str) -> str:
+    """A lane under its title and numbers, `name` being `"plain"` or `"dspark"`."""
+    title = "DSpark" if name == "dspark" else "Plain decoding"
+    return f"<h3>{title}</h3>{figures(race, name)}{getattr(race, name).html()}"
+
+
 def figures(race: Race, name: str) -> str:
-    """The line of numbers under a lane, `name` being `"plain"` or `"dspark"`."""
+    """The numbers of a lane, `name` being `"plain"` or `"dspark"`."""
     lane, seconds = getattr(race, name), getattr(race, f"{name}_seconds")
     items = [
         (f"{len(lane.ids) / seconds:.1f}" if seconds else "–", "tokens/s"),
@@ -195,5 +204,5 @@ def verdict(race: Race) -> str:
     good = "good" if race.verdict in ("same", "near-tie", "sampled") else "bad"
     return (
         f'<p class="verdict {good}" role="status"><b>{VERDICTS[race.verdict]}</b> DSpark was {speed} plain decoding per token '
-        f"and saved {race.saved} passes of the target.</p>"
+        f"and saved {race.saved} {'pass' if race.saved == 1 else 'passes'} of the target.</p>"
     )

@@ -134,7 +134,7 @@ def test_both_lanes_end_in_the_target_text(pair, prompt, verify_all):
     assert final.dspark.passes == statistics.rounds + 1 and final.tau == pytest.approx(statistics.tau)
     assert final.saved == len(final.dspark.ids) - final.dspark.passes >= 0
     assert final.plain_seconds > 0 and final.dspark_seconds > 0
-    assert f"{final.tau:.2f}" in race.figures(final, "dspark") and "saved" not in race.figures(final, "plain")
+    assert f"{final.tau:.2f}" in race.column(final, "dspark") and "saved" not in race.column(final, "plain")
     kinds = {kind for kind, *_ in final.dspark.spans}
     assert not verify_all or kinds == {"accepted", "rejected", "own"}
 
@@ -370,7 +370,7 @@ def page(saved, tmp_path):
         pytest.skip("needs chromium: apt-get install chromium")
     with served(saved, tmp_path) as address, playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 390, "height": 844})
+        page = browser.new_context(viewport={"width": 390, "height": 844}).new_page()
         page.set_default_timeout(120_000)
         page.goto(address)
         yield page
@@ -386,7 +386,7 @@ def test_a_visit(page, pair):
     right = {prompt: pair.tokenizer.decode(plain_ids(pair, prompt, 48), skip_special_tokens=True) for prompt in PROMPTS}
     dialogs = []
     page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
-    verdict, note = page.locator("#race-verdict .verdict"), page.locator("#race-note .notice")
+    verdict, note = page.locator("#race-verdict .verdict"), page.locator("#race-verdict .notice")
 
     # Both columns end in the same text, and it is the target's.
     start_race(page, PROMPTS[0])
@@ -415,7 +415,7 @@ def test_a_visit(page, pair):
         ("w7 <img src=x onerror=alert(1)> ${alert(2)} {{alert(3)}} <script>alert(4)</script>", "plain text"),
     ):
         start_race(page, typed)
-        page.locator("#race-note", has_text=message).wait_for()
+        note.filter(has_text=message).wait_for()
     verdict.wait_for()
     assert "Same text" in verdict.inner_text() and not dialogs
     assert note.locator("script, img").count() == 0
