@@ -52,16 +52,16 @@ def build(pair: Pair, prompts: tuple[str, ...] = PROMPTS) -> gr.Blocks:
         try:
             prompt, note = check_text(prompt, pair.tokenizer)
             for rounds in block.record(pair, prompt):
-                yield block.page(pair, rounds), notice(note)
+                yield notice(note) + block.page(pair, rounds)
         except Refused as refusal:
-            yield "", notice(str(refusal), "refusal")
+            yield notice(str(refusal), "refusal")
 
     def look_up(text):
         try:
             text, note = check_text(text, pair.tokenizer, TOKEN_LIMIT)
-            return block.habits_page(pair, text), notice(note)
+            return notice(note) + block.habits_page(pair, text)
         except Refused as refusal:
-            return "", notice(str(refusal), "refusal")
+            return notice(str(refusal), "refusal")
 
     def under_load(step, name):
         return load.page(pair.profile, blocks[name], step)
@@ -129,22 +129,20 @@ def build(pair: Pair, prompts: tuple[str, ...] = PROMPTS) -> gr.Blocks:
             with gr.Row():
                 inside_start = gr.Button("Look inside", variant="primary", elem_id="block-start")
                 inside_stop = gr.Button("Stop")
-            inside_note = gr.HTML(elem_id="block-note")
             inside = gr.HTML(elem_id="block-page")
             looking = [
-                trigger(look_inside, inside_prompt, [inside, inside_note], **MODELS)
-                for trigger in (inside_start.click, inside_prompt.submit)
+                trigger(look_inside, inside_prompt, inside, **MODELS) for trigger in (inside_start.click, inside_prompt.submit)
             ]
-            inside_stop.click(lambda: notice("Stopped."), None, inside_note, cancels=looking, queue=False)
+            inside_stop.click(None, None, None, cancels=looking, queue=False)
 
             gr.HTML(
                 "<h3>The table of habits</h3><p>Type a token; a leading space counts. Of several tokens the last is taken.</p>"
             )
             token = gr.Textbox(label="Token", elem_id="habit-token", info=f"Up to {TOKEN_LIMIT} characters.")
             token_start = gr.Button("Show its habits", elem_id="habit-start")
-            habit_note, habit_page = gr.HTML(elem_id="habit-note"), gr.HTML(elem_id="habit-page")
+            habit_page = gr.HTML(elem_id="habit-page")
             for trigger in (token_start.click, token.submit):
-                trigger(look_up, token, [habit_page, habit_note], **MODELS)
+                trigger(look_up, token, habit_page, **MODELS)
 
         with gr.Tab("Peeking"):
             gr.HTML(

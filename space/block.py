@@ -100,7 +100,7 @@ def _row(pair: Pair, k: int, position: Position, last: bool) -> str:
     elif position.target == position.draft:
         said = '<span class="accepted">✓ the same</span>'
     else:
-        said = f'<span class="rejected plainly">✗</span> {_code(pair, position.target)}'
+        said = f'<span class="wrong">✗</span> {_code(pair, position.target)}'
     numbers = "".join(
         f"<td>{'–' if value is None else f'{value:.2f}'}</td>" for value in (position.confidence, position.survival)
     )

@@ -12,7 +12,7 @@ from tiny_tokenizer import text, tiny_tokenizer
 from hf_dspark import DSparkDraftModel, LoadProfile
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-PROMPT = text([7, 30, 9])
+PROMPT = text([12, 8])
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_quickstart(folder, capsys):
 
 
 def test_chat_streaming(folder, capsys, monkeypatch):
-    said = iter([PROMPT, text([12]), ""])
+    said = iter([PROMPT, text([9]), ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(said))
     run("chat_streaming", folder, "--max-new-tokens", 8)
     assert capsys.readouterr().out.count("tokens per pass") == 2
@@ -58,7 +58,7 @@ def test_chat_streaming(folder, capsys, monkeypatch):
 
 
 def test_batch(folder, capsys):
-    run("batch", folder, "--prompts", PROMPT, text([12, 8]), "--max-new-tokens", 12, "--requests", 64)
+    run("batch", folder, "--prompts", PROMPT, text([7, 30, 9]), "--max-new-tokens", 12, "--requests", 64)
     output = capsys.readouterr().out
     assert "planned for 2 requests" in output and "planned for 64 requests" in output and f"> {PROMPT}\nw" in output
 
