@@ -348,7 +348,7 @@ def served(saved, folder):
         command = [sys.executable, str(ROOT / "space" / "app.py")]
         process = subprocess.Popen(command, env=os.environ | saved | variables, stdout=log, stderr=subprocess.STDOUT)
     try:
-        for _ in range(1200):
+        for _ in range(6000):  # importing takes its time on a busy machine
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
@@ -406,6 +406,13 @@ def test_a_visit(page, pair):
         visitor.locator("#race-plain .lane", has_text=right[prompt]).wait_for()
         visitor.locator("#race-verdict", has_text="Same text").wait_for()
     other.close()
+
+    # A race that is stopped makes room for the next one.
+    start_race(page, PROMPTS[0])
+    page.locator("#race-stop").click()
+    note.filter(has_text="Stopped.").wait_for()
+    page.locator("#race-start").click()
+    page.locator("#race-verdict", has_text="Same text").wait_for()
 
     # What cannot be used is refused in words, what looks like HTML is text, and the page goes on working.
     for typed, message in (
