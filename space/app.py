@@ -160,6 +160,7 @@ def build(pair: Pair, prompts: tuple[str, ...] = PROMPTS) -> gr.Blocks:
 def launch(demo: gr.Blocks, **options):
     """Serves the page in its own look; `options` are those of `gr.Blocks.launch`."""
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])  # nothing from afar
+    theme.set(body_text_color_subdued="*neutral_600", block_info_text_color="*neutral_600")  # else too pale on white
     # Without `run_history=False`, Gradio keeps every prompt in the visitor's browser.
     return demo.launch(css=CSS, theme=theme, footer_links=[], ssr_mode=False, run_history=False, **options)
 

@@ -84,7 +84,7 @@ def page(profile: LoadProfile, confidence: Sequence[float], step: int) -> str:
         '<p class="hint">A draft block; under each token its confidence. Filled: worth verifying. Crossed out: cut.</p>'
         f'<div class="charts"><figure>{_throughput_chart(now)}<figcaption>{_throughput_words(now)}</figcaption></figure>'
         f"<figure>{_budget_chart(budgets, step, positions)}<figcaption>The same block at every load.</figcaption></figure>"
-        f"<figure>{_step_chart(profile, now)}<figcaption>{_step_words(profile)}</figcaption></figure></div>"
+        f"<figure>{_step_chart(profile, now)}<figcaption>{_step_words(profile, now)}</figcaption></figure></div>"
     )
 
 
@@ -142,9 +142,11 @@ def _step_chart(profile: LoadProfile, now: Budget) -> str:
     )
 
 
-def _step_words(profile: LoadProfile) -> str:
+def _step_words(profile: LoadProfile, now: Budget) -> str:
+    largest = max(profile.steps_per_second)
+    beyond = now.requests * len(now.throughput) > largest
+    dashed = f" Dashed: beyond the largest size measured ({largest} tokens)." * beyond
     return (
-        "What a pass costs here, as it was measured, jagged. Rings: ℓ = 0, 1, 2 … at this load; "
-        f"filled: the choice. Dashed: beyond the largest size measured ({max(profile.steps_per_second)} tokens). Drafting adds "
-        f"{1e3 * profile.draft_seconds:.1f} ms."
+        "What a pass costs here, as it was measured, jagged. Rings: ℓ = 0, 1, 2 … at this load; filled: the choice."
+        f"{dashed} Drafting adds {1e3 * profile.draft_seconds:.1f} ms."
     )
