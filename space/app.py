@@ -91,8 +91,10 @@ def build(pair: Pair, prompts: tuple[str, ...] = PROMPTS) -> gr.Blocks:
                 stop = gr.Button("Stop", elem_id="race-stop")
             verdict = gr.HTML(elem_id="race-verdict")
             with gr.Row(equal_height=False):
-                plain = gr.HTML(elem_id="race-plain", min_width=300)
-                dspark = gr.HTML(elem_id="race-dspark", min_width=300)
+                with gr.Column(min_width=300):  # side by side, or one above the other on a phone
+                    plain = gr.HTML(elem_id="race-plain")
+                with gr.Column(min_width=300):
+                    dspark = gr.HTML(elem_id="race-dspark")
             gr.HTML(
                 LEGEND
                 + '<p class="hint">Both run on the same machine, one pass of the target at a time; whichever has used less '
