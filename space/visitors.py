@@ -1,0 +1,66 @@
+"""What a visitor may type. It is read as text and nothing else: never executed, never kept, never shown unescaped."""
+
+from __future__ import annotations
+
+import html
+import re
+import unicodedata
+
+from transformers import PreTrainedTokenizerBase
+
+PROMPT_LIMIT = 600  # characters
+TOKEN_LIMIT = 40  # characters of what is typed into the table of habits
+
+_TAG = re.compile(r"</?[a-zA-Z!][^<>]*>")
+# These turn the direction of the text around them, in the page as well.
+_TURNING = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
+
+
+class Refused(ValueError):
+    """A visitor's text cannot be used; the message says why, in plain words."""
+
+
+def check_text(text: str | None, tokenizer: PreTrainedTokenizerBase, limit: int = PROMPT_LIMIT) -> tuple[str, str]:
+    """Accepts a visitor's text or refuses it.
+
+    Args:
+        text (`str`, *optional*): as typed.
+        tokenizer (`PreTrainedTokenizerBase`): its control words, such as `<|im_end|>`, are refused: typed into a prompt they
+            would end the turn.
+        limit (`int`): longest text, in characters.
+
+    Returns:
+        `tuple[str, str]`: the text, and a note for the visitor, empty if there is nothing to say.
+
+    Raises:
+        Refused: the text is empty, too long, or holds a control character or a control word.
+    """
+    text = (text or "").replace("\r\n", "\n")
+    if not text.strip():
+        raise Refused("Nothing typed yet: please write something first.")
+    if len(text) > limit:
+        raise Refused(f"That is {len(text):,} characters. Please keep it to {limit}.")
+    for character in text:
+        control = unicodedata.category(character) in ("Cc", "Cs") and character not in "\n\t"
+        if control or ord(character) in _TURNING:
+            raise Refused(f"The text holds an invisible control character (U+{ord(character):04X}). Please remove it.")
+    for word in tokenizer.all_special_tokens:
+        if word in text:
+            raise Refused(f"“{word}” is a control word of this model. Please leave it out.")
+    if _TAG.search(text):
+        return text, "Your text holds HTML. It is read and shown as plain text; nothing in it is executed."
+    return text, ""
+
+
+def escape(text: str) -> str:
+    """Any text, from a visitor or from a model, made safe inside HTML; control characters become visible."""
+    cleaned = "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+    return html.escape(cleaned)
+
+
+def notice(message: str, kind: str = "note") -> str:
+    """A line to the visitor; `kind` is `"note"` or `"refusal"`."""
+    if not message:
+        return ""
+    role = "alert" if kind == "refusal" else "status"
+    return f'<p class="notice {kind}" role="{role}">{escape(message)}</p>'
