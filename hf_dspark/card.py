@@ -75,7 +75,7 @@ def model_card(
         f'drafter = DSparkDraftModel.from_pretrained("{name}", dtype=target.dtype)\n'
         "output = target.generate(**inputs, assistant_model=drafter)\n```",
         "To serve it with vLLM, write it in the form that engine reads: "
-        f"`hf-dspark convert {name} out --to speculators`, then `vllm serve out`.",
+        f"`hf-dspark convert {name} out --to speculators --target {base_model}`, then `vllm serve out`.",
     ]
     if results:
         parts += ["## Measured", _table(results, config.num_draft_tokens)]
