@@ -50,7 +50,8 @@ def model_card(
             EvalResult(
                 task_type="text-generation",
                 dataset_type=row["prompts"],
-                dataset_name=f"{row['prompts']}, {row['setting']}",
+                dataset_name=row["prompts"],
+                dataset_config=row["setting"],  # or the Hub takes both settings for one result
                 metric_type="accepted_length",
                 metric_value=round(row["tau"], 3),
             )

@@ -179,6 +179,7 @@ def test_card(folder, tmp_path):
     assert (card.data.base_model, card.data.license, card.data.datasets) == ("user/target", "mit", ["user/prompts"])
     rows = json.loads(results.read_text())
     assert [result.metric_value for result in card.data.eval_results] == [round(row["tau"], 3) for row in rows]
+    assert [result.dataset_config for result in card.data.eval_results] == ["T=0", "T=1"]
     for row in rows:
         assert f"| {row['setting']} | prompts | {row['tau']:.2f} |" in card.text
     for fact in (
