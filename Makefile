@@ -21,7 +21,7 @@ space: $(STAMP)
 	$(BIN)/python space/app.py
 
 test: lint
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
