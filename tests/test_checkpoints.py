@@ -20,6 +20,7 @@ from packagings import (
     draft,
     edit_config,
     edit_tensors,
+    is_refused,
     make_config,
     make_drafter,
     make_target,
@@ -637,12 +638,7 @@ def test_damage_raises_nothing_but_checkpoint_errors(folder, target, tmp_path):
             for _ in range(chance.choice((1, 1, 4))):
                 content[chance.randrange(8 + length)] = chance.randrange(256)
             (damaged / "model.safetensors").write_bytes(content)
-        try:
-            DSparkDraftModel.from_pretrained(damaged)
-        except CheckpointError as error:
-            assert str(damaged) in str(error)
-            refused += 1
-        shutil.rmtree(damaged)
+        refused += is_refused(damaged)
     assert 50 < refused < 100  # neither was everything refused nor nothing
 
 

@@ -23,7 +23,11 @@ _OPTIONAL = (
 )  # fmt: skip
 HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 NO_CALIBRATION = "it has no place for calibration; set the field to None if the raw confidences will do"
-_SAVED_TOGETHER = "Use the config.json that was saved with the weights."
+SAVED_TOGETHER = "Use the config.json that was saved with the weights."
+# Fields and decisions that several packagings share.
+PARALLEL_ONLY = {"sample_from_anchor": False, "markov_rank": 0, "enable_confidence_head": False}
+BONUS_ANCHOR = "sample_from_anchor = False: always so in this packaging, the first slot only carries the anchor"
+LAYERS_AS_HERE = "target_layer_ids: counted as here, id k is the output of decoder layer k"
 # Settings of related drafters that change the network without changing a tensor: name, what it is here, what else it means.
 _FOREIGN = (
     ("rope_is_neox_style", True, "the rope of LFM2 drafters is interleaved"),
@@ -53,7 +57,7 @@ def require(raw: dict[str, Any], names: Iterable[str], packaging: str, where: st
     """Raises CheckpointError for the first of the keys that is missing or null."""
     for name in names:
         if raw.get(name) is None:
-            raise CheckpointError(f"{where} has no `{name}`, which a {packaging} checkpoint needs. {_SAVED_TOGETHER}")
+            raise CheckpointError(f"{where} has no `{name}`, which a {packaging} checkpoint needs. {SAVED_TOGETHER}")
 
 
 def require_value(raw: dict[str, Any], name: str, expected: str, where: str = "config.json") -> None:
@@ -101,7 +105,7 @@ def _rope(raw: dict[str, Any], where: str) -> dict[str, Any]:
             rope = {"rope_type": rope.get("type", "default"), **rope, "rope_theta": raw["rope_theta"]}
             rope.pop("type", None)
     if not isinstance(rope, dict):
-        raise CheckpointError(f"{where}: `rope_parameters` must be an object, got {rope!r}. {_SAVED_TOGETHER}")
+        raise CheckpointError(f"{where}: `rope_parameters` must be an object, got {rope!r}. {SAVED_TOGETHER}")
     return dict(rope)
 
 
@@ -133,13 +137,12 @@ def merge_dflash_config(raw: dict[str, Any], packaging: str) -> dict[str, Any]:
     nested = raw.get("dflash_config")
     if not isinstance(nested, dict):
         raise CheckpointError(
-            f"config.json: `dflash_config` must be an object in a {packaging} checkpoint, got {nested!r}. {_SAVED_TOGETHER}"
+            f"config.json: `dflash_config` must be an object in a {packaging} checkpoint, got {nested!r}. {SAVED_TOGETHER}"
         )
     for name, value in nested.items():
         if raw.get(name) is not None and raw[name] != value:
             raise CheckpointError(
-                f"config.json contradicts itself: `{name}` is {raw[name]!r}, and {value!r} in `dflash_config`. "
-                f"{_SAVED_TOGETHER}"
+                f"config.json contradicts itself: `{name}` is {raw[name]!r}, and {value!r} in `dflash_config`. {SAVED_TOGETHER}"
             )
     require_value(raw, "model_type", "qwen3")
     return raw | nested

@@ -18,7 +18,16 @@ from transformers import PreTrainedModel
 
 from ..configuration_dspark import DSparkConfig
 from ..errors import CheckpointError
-from .backbone import HEADS, NO_CALIBRATION, Converted, convert_layers, describe_layers, refuse_inexpressible, require
+from .backbone import (
+    HEADS,
+    LAYERS_AS_HERE,
+    NO_CALIBRATION,
+    Converted,
+    convert_layers,
+    describe_layers,
+    refuse_inexpressible,
+    require,
+)
 
 NAME = "DeepSpec"
 TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight")
@@ -54,7 +63,7 @@ def convert(raw: dict[str, Any]) -> Converted:
     fields |= {name: raw[name] for name in HEADS if raw.get(name) is not None}
     decisions = [
         f"sample_from_anchor = {anchor}: " + ("so it says" if "sample_from_anchor" in raw else "always so in this packaging"),
-        "target_layer_ids: counted as here, id k is the output of decoder layer k",
+        LAYERS_AS_HERE,
         "embed_tokens, lm_head: the target's, not loaded, compared with the target's own when it is bound",
     ]
     return Converted(fields, decisions)

@@ -14,7 +14,18 @@ from transformers import PreTrainedModel
 
 from ..configuration_dspark import DSparkConfig
 from ..errors import CheckpointError
-from .backbone import Converted, convert_layers, describe_layers, merge_dflash_config, refuse_inexpressible, require
+from .backbone import (
+    BONUS_ANCHOR,
+    LAYERS_AS_HERE,
+    PARALLEL_ONLY,
+    SAVED_TOGETHER,
+    Converted,
+    convert_layers,
+    describe_layers,
+    merge_dflash_config,
+    refuse_inexpressible,
+    require,
+)
 
 NAME = "DFlash"
 TARGET_COPIES: tuple[str, ...] = ()
@@ -41,18 +52,13 @@ def convert(raw: dict[str, Any]) -> Converted:
         if merged.get(name):
             raise CheckpointError(
                 f"config.json names a {_ARCHITECTURE}, which has the bonus anchor and no heads, but `{name}` is "
-                f"{merged[name]!r}. Use the config.json that was saved with the weights."
+                f"{merged[name]!r}. {SAVED_TOGETHER}"
             )
     fields = convert_layers(merged, NAME) | {name: merged[name] for name in _REQUIRED}
-    fields |= {
-        "num_target_layers": merged.get("num_target_layers"),
-        "sample_from_anchor": False,
-        "markov_rank": 0,
-        "enable_confidence_head": False,
-    }
+    fields |= {"num_target_layers": merged.get("num_target_layers"), **PARALLEL_ONLY}
     decisions = [
-        "sample_from_anchor = False: always so in this packaging, the first slot only carries the anchor",
-        "target_layer_ids: counted as here, id k is the output of decoder layer k",
+        BONUS_ANCHOR,
+        LAYERS_AS_HERE,
         "markov_rank = 0, enable_confidence_head = False: there are no heads in this packaging",
     ]
     return Converted(fields, decisions)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import CheckpointError
-from .backbone import Converted, convert_layers, merge_dflash_config, require
+from .backbone import LAYERS_AS_HERE, SAVED_TOGETHER, Converted, convert_layers, merge_dflash_config, require
 
 NAME = "Model-Optimizer"
 TARGET_COPIES: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ def convert(raw: dict[str, Any]) -> Converted:
     if len({str(value) for value in switches.values()}) != 1:
         raise CheckpointError(
             "config.json must say by `use_confidence_head` whether there is a confidence head, got "
-            f"{switches or 'nothing'}. Use the config.json that was saved with the weights."
+            f"{switches or 'nothing'}. {SAVED_TOGETHER}"
         )
     fields = convert_layers(merged, NAME) | {name: merged[name] for name in _REQUIRED}
     fields |= {name: merged[name] for name in ("markov_head_type", "confidence_head_with_markov") if name in merged}
@@ -54,7 +54,7 @@ def convert(raw: dict[str, Any]) -> Converted:
     }
     decisions = [
         f"sample_from_anchor = {anchor}: `shift_label` says so",
-        "target_layer_ids: counted as here, id k is the output of decoder layer k",
+        LAYERS_AS_HERE,
         "markov_w1, markov_w2, confidence_proj: read as markov_head.* and confidence_head.proj",
     ]
     return Converted(fields, decisions)

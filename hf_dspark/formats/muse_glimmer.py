@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .backbone import Converted, convert_layers, require
+from .backbone import BONUS_ANCHOR, LAYERS_AS_HERE, PARALLEL_ONLY, Converted, convert_layers, require
 
 NAME = "muse_glimmer_assistant"
 TARGET_COPIES: tuple[str, ...] = ()
@@ -31,16 +31,10 @@ def convert(raw: dict[str, Any]) -> Converted:
     """
     require(raw, _REQUIRED, NAME)
     fields = convert_layers(raw, NAME) | {name: raw[name] for name in _REQUIRED[:-1]}
-    fields |= {
-        "vocab_size": raw.get("vocab_size"),
-        "num_target_layers": None,
-        "sample_from_anchor": False,
-        "markov_rank": 0,
-        "enable_confidence_head": False,
-    }
+    fields |= {"vocab_size": raw.get("vocab_size"), "num_target_layers": None, **PARALLEL_ONLY}
     decisions = [
-        "sample_from_anchor = False: always so in this packaging, the first slot only carries the anchor",
-        "target_layer_ids: counted as here, id k is the output of decoder layer k",
+        BONUS_ANCHOR,
+        LAYERS_AS_HERE,
         f"sliding_window = {fields['sliding_window']}: by `layer_types`",
         "vocab_size, num_target_layers: not written in this packaging; what can be is checked when a target is bound",
     ]

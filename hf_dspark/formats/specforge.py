@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .backbone import HEADS, Converted, convert_layers, merge_dflash_config, require, require_value
+from .backbone import HEADS, LAYERS_AS_HERE, Converted, convert_layers, merge_dflash_config, require, require_value
 
 NAME = "SpecForge"
 TARGET_COPIES: tuple[str, ...] = ()
@@ -39,6 +39,6 @@ def convert(raw: dict[str, Any]) -> Converted:
     fields |= {"num_target_layers": merged.get("num_target_layers"), "sample_from_anchor": True}
     decisions = [
         "sample_from_anchor = True: always so in this packaging",
-        "target_layer_ids: counted as here, id k is the output of decoder layer k",
+        LAYERS_AS_HERE,
     ]
     return Converted(fields, decisions)

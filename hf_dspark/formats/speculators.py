@@ -22,6 +22,7 @@ from ..errors import CheckpointError
 from .backbone import (
     HEADS,
     NO_CALIBRATION,
+    SAVED_TOGETHER,
     Converted,
     convert_layers,
     describe_layers,
@@ -38,7 +39,6 @@ RENAMED: dict[str, str] = {}
 _LAYERS = "transformer_layer_config"
 _IDS = "aux_hidden_state_layer_ids"
 _REQUIRED = (_LAYERS, "draft_vocab_size", "block_size", "mask_token_id", _IDS, *HEADS)
-_TOGETHER = "Use the config.json that was saved with the weights."
 
 
 def recognises(raw: dict[str, Any]) -> bool:
@@ -57,7 +57,7 @@ def convert(raw: dict[str, Any]) -> Converted:
     require(raw, _REQUIRED, NAME)
     layers, where = raw[_LAYERS], f"config.json, `{_LAYERS}`"
     if not isinstance(layers, dict):
-        raise CheckpointError(f"config.json: `{_LAYERS}` must be an object, got {layers!r}. {_TOGETHER}")
+        raise CheckpointError(f"config.json: `{_LAYERS}` must be an object, got {layers!r}. {SAVED_TOGETHER}")
     require_value(layers, "model_type", "qwen3", where)
     require(layers, ("vocab_size",), NAME, where)
     fields = convert_layers(layers, NAME, where)
@@ -88,7 +88,8 @@ def convert(raw: dict[str, Any]) -> Converted:
 def _layer_ids(ids: Any) -> list[int]:
     if not isinstance(ids, list) or not all(map(is_integer, ids)) or any(number < 0 for number in ids):
         raise CheckpointError(
-            f"config.json: `{_IDS}` must be a list of whole numbers from 0, the embedding, upwards, got {ids!r}. {_TOGETHER}"
+            f"config.json: `{_IDS}` must be a list of whole numbers from 0, the embedding, upwards, got {ids!r}. "
+            f"{SAVED_TOGETHER}"
         )
     return [number - 1 for number in ids]
 
@@ -97,14 +98,14 @@ def _anchor(raw: dict[str, Any]) -> tuple[bool, str, list[str]]:
     """Whether the first slot predicts, why that is known, and a warning where it is hardly known."""
     block, said, promised = raw["block_size"], raw.get("sample_from_anchor"), _promised_tokens(raw)
     if said is not None and not isinstance(said, bool):
-        raise CheckpointError(f"config.json: `sample_from_anchor` must be true or false, got {said!r}. {_TOGETHER}")
+        raise CheckpointError(f"config.json: `sample_from_anchor` must be true or false, got {said!r}. {SAVED_TOGETHER}")
     if promised is None:
         if said is not None:
             return said, "so it says", []
         why = "neither `sample_from_anchor` nor `speculative_tokens` is there; such drafters have the bonus anchor"
         return False, why, [f"config.json: {why}. If it accepts hardly anything, load it with sample_from_anchor=True."]
     if not is_integer(block):
-        raise CheckpointError(f"config.json: `block_size` must be a whole number, got {block!r}. {_TOGETHER}")
+        raise CheckpointError(f"config.json: `block_size` must be a whole number, got {block!r}. {SAVED_TOGETHER}")
     sentence = f"`speculative_tokens` is {promised} for a `block_size` of {block}"
     if said is None:
         if block - promised not in (0, 1):
@@ -117,7 +118,7 @@ def _anchor(raw: dict[str, Any]) -> tuple[bool, str, list[str]]:
     if promised > drafted or (said and promised == block - 1):
         raise CheckpointError(
             f"config.json contradicts itself: {sentence}, but by `sample_from_anchor` {said} a block drafts {drafted}. "
-            f"{_TOGETHER}"
+            f"{SAVED_TOGETHER}"
         )
     return said, f"so it says, and {sentence}", []
 
@@ -126,17 +127,17 @@ def _promised_tokens(raw: dict[str, Any]) -> int | None:
     """`speculative_tokens` of the proposal methods, which must agree; `None` where there is none."""
     settings = raw.get("speculators_config") or {}
     if not isinstance(settings, dict):
-        raise CheckpointError(f"config.json: `speculators_config` must be an object, got {settings!r}. {_TOGETHER}")
+        raise CheckpointError(f"config.json: `speculators_config` must be an object, got {settings!r}. {SAVED_TOGETHER}")
     if "algorithm" in settings:
         require_value(settings, "algorithm", "dspark", "config.json, `speculators_config`")
     methods = settings.get("proposal_methods") or []
     if not isinstance(methods, list) or not all(isinstance(method, dict) for method in methods):
-        raise CheckpointError(f"config.json: `proposal_methods` must be a list of objects, got {methods!r}. {_TOGETHER}")
+        raise CheckpointError(f"config.json: `proposal_methods` must be a list of objects, got {methods!r}. {SAVED_TOGETHER}")
     counts = [method["speculative_tokens"] for method in methods if method.get("speculative_tokens") is not None]
     if not counts:
         return None
     if not all(is_integer(count) and count > 0 for count in counts) or len(set(counts)) > 1:
-        raise CheckpointError(f"config.json: `speculative_tokens` must be one positive number, got {counts}. {_TOGETHER}")
+        raise CheckpointError(f"config.json: `speculative_tokens` must be one positive number, got {counts}. {SAVED_TOGETHER}")
     return counts[0]
 
 
