@@ -14,16 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from pathlib import Path
 
 import torch
+from common import add_options, chosen_prompts, save
 from transformers.utils import logging
 
 from hf_dspark import LoadProfile
 from hf_dspark.candidate_generator import SCHEDULING_MODES
 from hf_dspark.demo import load_default
-from hf_dspark.demo.show import PROMPTS
-from hf_dspark.evaluation import encode_prompts, match_texts, read_prompt_sets
+from hf_dspark.evaluation import encode_prompts, match_texts
 
 # Relative costs of a forward by its number of tokens, jagged like a processor's.
 PROFILE = LoadProfile({1: 20.0, 2: 12.0, 3: 10.0, 4: 11.0, 5: 12.5, 6: 11.5, 8: 11.0, 16: 9.5, 32: 7.0, 64: 4.5}, 0.005)
@@ -31,18 +30,14 @@ PROFILE = LoadProfile({1: 20.0, 2: 12.0, 3: 10.0, 4: 11.0, 5: 12.5, 6: 11.5, 8: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=Path, help="folder of JSONL files with a `prompt` each line")
-    parser.add_argument("--count", type=int, default=10, help="prompts per set")
+    add_options(parser, count=10)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--modes", nargs="+", default=["default", *SCHEDULING_MODES])
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
 
     logging.set_verbosity_error()
-    prompts: list = list(PROMPTS)
-    if arguments.prompts is not None:
-        prompts = [prompt for texts in read_prompt_sets([arguments.prompts], arguments.count).values() for prompt in texts]
+    prompts = chosen_prompts(arguments)
     target, tokenizer, drafter = load_default()
     drafter.load_profile = PROFILE
     counts: dict[str, Counter[str]] = {}
@@ -66,9 +61,7 @@ def main() -> None:
         print(f"{key:<24} {counter}")
     report = {"prompts": len(prompts), "max_new_tokens": arguments.max_new_tokens, "threads": torch.get_num_threads()}
     report["results"] = results
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    save(report, arguments)
     print(json.dumps(report))
 
 

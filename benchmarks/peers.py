@@ -17,33 +17,28 @@ import statistics
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import torch
+from common import add_options, chosen_prompts, save
 from transformers.utils import logging
 
 from hf_dspark import LoadProfile, pack_linears
 from hf_dspark.demo import load_default
-from hf_dspark.demo.show import PROMPTS
-from hf_dspark.evaluation import encode_prompts, match_texts, read_prompt_sets
+from hf_dspark.evaluation import encode_prompts, match_texts
 
 METHODS = ("plain", "prompt lookup", "DSpark, all verified", "DSpark")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=Path, help="folder of JSONL files with a `prompt` each line")
-    parser.add_argument("--count", type=int, default=5, help="prompts per set")
+    add_options(parser, count=5)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--lookup-tokens", type=int, default=10, help="draft length of prompt lookup, its default")
     parser.add_argument("--packed", action="store_true", help="pre-pack the target's linears first")
-    parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
 
     logging.set_verbosity_error()
-    prompts: list = list(PROMPTS)
-    if arguments.prompts is not None:
-        prompts = [prompt for texts in read_prompt_sets([arguments.prompts], arguments.count).values() for prompt in texts]
+    prompts = chosen_prompts(arguments)
     target, tokenizer, drafter = load_default()
     if arguments.packed:
         pack_linears(target)
@@ -97,9 +92,7 @@ def main() -> None:
         "packed": arguments.packed,
         "rows": rows,
     }
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    save(report, arguments)
     print(json.dumps(report))
 
 

@@ -15,34 +15,29 @@ import json
 import platform
 import shlex
 import sys
-from pathlib import Path
 
 import torch
 import transformers
+from common import add_options, chosen_sets, save
 from transformers.utils import logging
 
 import hf_dspark
 from hf_dspark import LoadProfile, pack_linears
 from hf_dspark.demo import load_default
-from hf_dspark.demo.show import PROMPTS
-from hf_dspark.evaluation import SETTINGS, compare, read_prompt_sets, summarise
+from hf_dspark.evaluation import SETTINGS, compare, summarise
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=Path, help="folder of JSONL files with a `prompt` each line")
-    parser.add_argument("--count", type=int, default=10, help="prompts per set")
+    add_options(parser, count=10)
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--forms", nargs="+", default=["as loaded", "packed"], choices=["as loaded", "packed"])
     parser.add_argument("--scheduling", help="mode to force, such as 'full'; the default is the drafter's own")
-    parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
 
     logging.set_verbosity_error()
-    prompts = {"built-in": PROMPTS}
-    if arguments.prompts is not None:
-        prompts = read_prompt_sets([arguments.prompts], arguments.count)
+    prompts = chosen_sets(arguments)
     target, tokenizer, drafter = load_default()
     drafter.scheduling = arguments.scheduling
     results: dict = {
@@ -81,11 +76,7 @@ def main() -> None:
                     f"tau {row['tau']:.2f} verified {row['verified']} rejected {row['rejected']} {row['match']}",
                     flush=True,
                 )
-                if arguments.output is not None:
-                    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-                    partial = arguments.output.with_suffix(".tmp")
-                    partial.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-                    partial.replace(arguments.output)
+                save(results, arguments)
     print(json.dumps(results))
 
 
