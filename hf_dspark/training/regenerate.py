@@ -21,7 +21,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..cache import SlotCache, format_mask
+from ..cache import SlotCache
+from ..target import ragged_mask
 from .data import is_conversation, read_prompts, read_records, render_prompt, token_list
 
 
@@ -252,36 +253,14 @@ def _step(target: PreTrainedModel, cache: SlotCache, rows: list[_Row]) -> Tensor
     slots = torch.tensor([[row.slot] for row in rows], device=target.device)  # (R, 1)
     length = max(row.slot for row in rows) + 1
     cache.place_rows(slots, length)
+    seen = torch.arange(length, device=target.device) <= slots[..., None]  # (R, 1, S): itself and what is before it
+    instead = 'write its answers with `target.generate`, as {"messages": [...]} lines'
     return target(
         input_ids=torch.tensor([row.answer[-1:] for row in rows], device=target.device),
         position_ids=slots,
-        attention_mask=_step_mask(target, slots, length),
+        attention_mask=ragged_mask(target, slots, seen, instead),
         cache=cache,
     ).logits[:, -1]
-
-
-def _step_mask(target: PreTrainedModel, slots: Tensor, length: int) -> Any:
-    """What each row's token sees: itself and what is before it; by layer type where the target has several."""
-    config = target.config.get_text_config(decoder=True)
-    columns = torch.arange(length, device=slots.device)
-    window = getattr(config, "sliding_window", None)
-
-    def build(kind: str) -> Any:
-        visible = columns <= slots  # (R, S)
-        if kind == "sliding_attention":
-            visible &= columns > slots - window
-        elif kind != "full_attention":
-            raise ValueError(
-                f"the target has layers of type {kind!r}, for which rows of different lengths cannot be masked: write "
-                'its answers with `target.generate`, as {"messages": [...]} lines.'
-            )
-        return format_mask(visible[:, None, None], config._attn_implementation, target.dtype)
-
-    if getattr(config, "layer_types", None) is not None:
-        return {kind: build(kind) for kind in set(config.layer_types)}
-    if getattr(config, "attention_chunk_size", None) is not None:
-        return build("chunked_attention")
-    return build("full_attention" if window is None else "sliding_attention")
 
 
 def _sample(logits: Tensor, temperatures: list[float], top_k: int, generator: torch.Generator) -> list[int]:

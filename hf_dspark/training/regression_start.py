@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..modeling_dspark import DSparkDraftModel
-from .data import collate
+from .data import CACHED_STATES, collate
 from .state_cache import captured_states
 
 _SELECTIVITY = 16.0  # how far, in log-probability, keys of the wrong kind stand behind
@@ -92,7 +92,7 @@ def start_from_regression(
     # Values and output: a map of rank (readers · head_dim) for the context, of the remaining heads for the anchor.
     fit = _ridge(torch.cat([rows, tokens], dim=1), goal - embedded)
     first.v_proj.weight.zero_()
-    width = rows.shape[1]
+    width, back = rows.shape[1], torch.zeros(rows.shape[1], config.num_key_value_heads, 1, head_dim, device=rows.device)
     guess = embedded.clone()
     for source, weights, heads in (
         (rows, fit[:width], range(readers)),
@@ -109,11 +109,10 @@ def start_from_regression(
         scale = float(into.norm() / out.norm()) ** 0.5
         start = heads[0] * head_dim
         first.v_proj.weight[start : start + rank] = (into / scale).T
-        for index in range(rank):
-            head, place = divmod(start + index, head_dim)
-            for query_head in range(head * groups, (head + 1) * groups):
-                first.o_proj.weight[:, query_head * head_dim + place] = out[:, index] * scale / groups
+        back.flatten(1)[:, start : start + rank] = out * scale / groups
         guess += source @ into @ out.T
+    # Query heads of a group read alike, and share the way back.
+    first.o_proj.weight.copy_(back.expand(-1, -1, groups, -1).flatten(1))
     return 1 - float((goal - guess).square().sum() / (goal - goal.mean(0)).square().sum())
 
 
@@ -143,8 +142,8 @@ def _anchors(drafter: DSparkDraftModel, target: PreTrainedModel, examples: Any, 
         start, ids = example["prompt_length"], torch.tensor(example["input_ids"])
         if start == 0:
             continue
-        if "context_states" in example:
-            context, last = example["context_states"], example["last_states"]
+        if CACHED_STATES[0] in example:
+            context, last = (example[name] for name in CACHED_STATES)
         else:
             batch = {name: value.to(target.device) for name, value in collate([example], 0).items()}
             context, last = captured_states(
