@@ -1,6 +1,7 @@
 """The Space: its logic without a browser, and then a visitor in a headless one. Tiny models; nothing is downloaded."""
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -409,7 +410,8 @@ def test_a_visit(page, pair):
 
     # A race that is stopped makes room for the next one.
     start_race(page, PROMPTS[0])
-    page.locator("#race-stop").click()  # on a slow machine this may come before the race has begun: then both are run
+    page.locator("#race-stop").click()  # on a slow machine this may come before the race has begun, which then goes on
+    page.locator("#race-verdict", has_text=re.compile("Stopped|Same text")).wait_for()  # Start does nothing before that
     page.locator("#race-start").click()
     page.locator("#race-verdict", has_text="Same text").wait_for()
 
