@@ -9,15 +9,13 @@ verifies fewer drafted tokens, and the text stays the same.
 
 import argparse
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from hf_dspark import DSparkDraftModel, LoadProfile
-from hf_dspark.demo import DRAFTER_FOLDER, load_target
+from hf_dspark import LoadProfile
+from hf_dspark.evaluation import encode_prompts
+from hf_dspark.loading import drafter_by_name, target_by_name
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--target", help="folder or repo id of a causal language model")
-parser.add_argument("--drafter", default=DRAFTER_FOLDER, help="folder or repo id of a drafter for it")
+parser.add_argument("--target", default="default", help="folder or repo id of a causal language model")
+parser.add_argument("--drafter", default="default", help="folder or repo id of a drafter for it")
 parser.add_argument("--requests", type=int, default=32, help="requests alike to plan for, in the second run")
 parser.add_argument("--max-new-tokens", type=int, default=48)
 parser.add_argument(
@@ -34,21 +32,12 @@ parser.add_argument(
 
 def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
-    if args.target is None:
-        target, tokenizer = load_target()
-    else:
-        target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
-        tokenizer = AutoTokenizer.from_pretrained(args.target)
-    drafter = DSparkDraftModel.from_pretrained(args.drafter, dtype=target.dtype)
+    target, tokenizer = target_by_name(args.target)
+    drafter = drafter_by_name(args.drafter, target)
 
-    texts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False)
-        for prompt in args.prompts
-    ]
-    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
-    inputs.pop("token_type_ids", None)  # some tokenizers make them, and no decoder wants them
+    inputs = encode_prompts(tokenizer, args.prompts).to(target.device)
     profile = LoadProfile.measure(target, drafter, repeats=3)
-    for requests in (len(texts), max(args.requests, len(texts))):
+    for requests in (len(args.prompts), max(args.requests, len(args.prompts))):
         drafter.load_profile = profile.with_load(requests)
         output = target.generate(**inputs, assistant_model=drafter, max_new_tokens=args.max_new_tokens, do_sample=False)
         print(f"planned for {requests} requests: {drafter.statistics}")

@@ -8,26 +8,20 @@ With a drafter a stream comes in small bursts: all tokens that one pass of the t
 
 import argparse
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import TextStreamer
 
-from hf_dspark import DSparkDraftModel
-from hf_dspark.demo import DRAFTER_FOLDER, load_target
+from hf_dspark.loading import drafter_by_name, target_by_name
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--target", help="folder or repo id of a causal language model")
-parser.add_argument("--drafter", default=DRAFTER_FOLDER, help="folder or repo id of a drafter for it")
+parser.add_argument("--target", default="default", help="folder or repo id of a causal language model")
+parser.add_argument("--drafter", default="default", help="folder or repo id of a drafter for it")
 parser.add_argument("--max-new-tokens", type=int, default=256, help="length of an answer")
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
-    if args.target is None:
-        target, tokenizer = load_target()
-    else:
-        target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
-        tokenizer = AutoTokenizer.from_pretrained(args.target)
-    drafter = DSparkDraftModel.from_pretrained(args.drafter, dtype=target.dtype)
+    target, tokenizer = target_by_name(args.target)
+    drafter = drafter_by_name(args.drafter, target)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
     conversation: list[dict[str, str]] = []
@@ -39,7 +33,9 @@ def main(arguments: list[str] | None = None) -> None:
         if not said.strip():
             break
         conversation.append({"role": "user", "content": said})
-        inputs = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        inputs = tokenizer.apply_chat_template(
+            conversation, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        ).to(target.device)
         output = target.generate(
             **inputs, assistant_model=drafter, streamer=streamer, max_new_tokens=args.max_new_tokens, do_sample=False
         )

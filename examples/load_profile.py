@@ -9,15 +9,14 @@ A profile saved as `load_profile.json` in a drafter's folder is loaded with the 
 import argparse
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from hf_dspark import DSparkDraftModel, LoadProfile
-from hf_dspark.demo import DRAFTER_FOLDER, load_target
+from hf_dspark import LoadProfile
+from hf_dspark.loading import drafter_by_name, target_by_name
 from hf_dspark.scheduling import expected_throughput, global_search
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--target", help="folder or repo id of a causal language model")
-parser.add_argument("--drafter", default=DRAFTER_FOLDER, help="folder or repo id of a drafter for it")
+parser.add_argument("--target", default="default", help="folder or repo id of a causal language model")
+parser.add_argument("--drafter", default="default", help="folder or repo id of a drafter for it")
 parser.add_argument("--confidence", type=float, default=0.85, help="of every token of the block to plan for")
 parser.add_argument("--repeats", type=int, default=5, help="timed passes over all sizes")
 parser.add_argument("--output", help="where to save the profile")
@@ -25,11 +24,8 @@ parser.add_argument("--output", help="where to save the profile")
 
 def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
-    if args.target is None:
-        target, _ = load_target()
-    else:
-        target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
-    drafter = DSparkDraftModel.from_pretrained(args.drafter, dtype=target.dtype)
+    target, _ = target_by_name(args.target)
+    drafter = drafter_by_name(args.drafter, target)
 
     profile = LoadProfile.measure(target, drafter, repeats=args.repeats)
     print("tokens in a pass, milliseconds:")

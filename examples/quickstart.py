@@ -8,31 +8,23 @@ Without options it runs the embedded pair: SmolLM2-135M-Instruct and its small d
 
 import argparse
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from hf_dspark import DSparkDraftModel
-from hf_dspark.demo import DRAFTER_FOLDER, load_target
+from hf_dspark.loading import drafter_by_name, target_by_name
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--target", help="folder or repo id of a causal language model")
-parser.add_argument("--drafter", default=DRAFTER_FOLDER, help="folder or repo id of a drafter for it")
+parser.add_argument("--target", default="default", help="folder or repo id of a causal language model")
+parser.add_argument("--drafter", default="default", help="folder or repo id of a drafter for it")
 parser.add_argument("--prompt", default="Explain in a few sentences why the sky is blue.")
 parser.add_argument("--max-new-tokens", type=int, default=64)
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
-    if args.target is None:
-        target, tokenizer = load_target()
-    else:
-        target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
-        tokenizer = AutoTokenizer.from_pretrained(args.target)
-    drafter = DSparkDraftModel.from_pretrained(args.drafter, dtype=target.dtype)
+    target, tokenizer = target_by_name(args.target)
+    drafter = drafter_by_name(args.drafter, target)
 
     inputs = tokenizer.apply_chat_template(
         [{"role": "user", "content": args.prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    )
+    ).to(target.device)
     output = target.generate(**inputs, assistant_model=drafter, max_new_tokens=args.max_new_tokens, do_sample=False)
     print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     print(drafter.statistics)

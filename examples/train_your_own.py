@@ -13,10 +13,9 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dspark import DSparkDraftModel
-from hf_dspark.demo import load_target
+from hf_dspark.loading import target_by_name
 from hf_dspark.training.regenerate import regenerate_file
 from hf_dspark.training.run import train_drafter
 from hf_dspark.training.trainer import DSparkTrainingArguments
@@ -26,7 +25,7 @@ QUESTIONS = ("Explain {} to a child.", "Give me three facts about {}.", "Write a
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--output", type=Path, required=True, help="folder for answers and drafter")
-parser.add_argument("--target", help="folder or repo id of a causal language model; the embedded one when not given")
+parser.add_argument("--target", default="default", help="folder or repo id of a causal language model")
 parser.add_argument("--drafter", help="drafter to go on from; a new one when not given")
 parser.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...}; two dozen simple ones when not given')
 parser.add_argument("--answer-tokens", type=int, default=96, help="longest answer")
@@ -38,11 +37,7 @@ parser.add_argument("--draft-vocabulary", type=int, default=4096, help="most use
 
 def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
-    if args.target is None:
-        target, tokenizer = load_target()
-    else:
-        target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
-        tokenizer = AutoTokenizer.from_pretrained(args.target)
+    target, tokenizer = target_by_name(args.target)
 
     # 1. The target's own answers: nothing else teaches what this target will say.
     args.output.mkdir(parents=True, exist_ok=True)

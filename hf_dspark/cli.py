@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from .loading import drafter_by_name, target_by_name
 
-    from .modeling_dspark import DSparkDraftModel
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 app = typer.Typer(
     help="DSpark speculative decoding for transformers.",
@@ -27,38 +27,14 @@ Target = Annotated[str, typer.Option(help="Target model: a folder, a repo id, or
 Drafter = Annotated[str, typer.Option(help="Drafter: a folder, a repo id, or 'default' for the one that comes along.")]
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
-
-def _load_target(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer by name, on the GPU where there is one."""
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "default":
-        from .demo.target import load_target
-
-        model, tokenizer = load_target()
-    else:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        dtype = torch.float32 if device == "cpu" else "auto"
-        try:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        except OSError as error:
-            raise OSError(f"the target {name!r} could not be loaded: {error}") from error
-    return model.to(device), tokenizer  # type: ignore[arg-type]
-
-
-def _load_drafter(name: str, target: PreTrainedModel | None = None) -> DSparkDraftModel:
-    """A drafter by name: in precision and on the device of a target, or as it is on disk."""
-    from .demo import DRAFTER_FOLDER
-    from .modeling_dspark import DSparkDraftModel
-
-    folder = DRAFTER_FOLDER if name == "default" else name
-    if target is None:
-        return DSparkDraftModel.from_pretrained(folder)
-    drafter = DSparkDraftModel.from_pretrained(folder, dtype=target.dtype)
-    return drafter.to(target.device)
+# Of the commands that roll out.
+Prompts = Annotated[list[Path], typer.Option(help="JSONL of prompts, or a folder of such files; may be repeated.")]
+Count = Annotated[int | None, typer.Option(min=1, help="Prompts of each file; all when not given.")]
+AnswerTokens = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")]
+RolloutBatch = Annotated[int, typer.Option(min=1, help="Prompts per call.")]
+Temperatures = Annotated[
+    list[float] | None, typer.Option(min=0.0, help="0 is greedy; may be repeated. 0 and 1 when not given.")
+]
 
 
 def _settings(temperatures: list[float] | None) -> dict[str, dict]:
@@ -69,6 +45,16 @@ def _settings(temperatures: list[float] | None) -> dict[str, dict]:
         return SETTINGS
     sampled = SETTINGS["T=1"]
     return {f"T={t:g}": SETTINGS["T=0"] if t == 0 else sampled | {"temperature": t} for t in temperatures}
+
+
+def _pack_for_bulk(model: PreTrainedModel, rows: int) -> None:
+    """Pre-packed matrices, which pay for many rows, where the processor has them."""
+    import torch
+
+    from .packing import pack_linears
+
+    if model.device.type == "cpu" and model.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        pack_linears(model, rows=rows)
 
 
 @app.command()
@@ -124,7 +110,7 @@ def train(
     from .training.trainer import DSparkTrainingArguments
 
     start = None if drafter is None else DSparkDraftModel.from_pretrained(drafter)
-    model, tokenizer = _load_target(target)
+    model, tokenizer = target_by_name(target)
     arguments = DSparkTrainingArguments(
         output_dir=str(output),
         max_steps=steps,
@@ -185,7 +171,7 @@ def regenerate(
     """
     from .training.regenerate import regenerate_file
 
-    model, tokenizer = _load_target(target)
+    model, tokenizer = target_by_name(target)
     _pack_for_bulk(model, batch_size)
     written = regenerate_file(
         model,
@@ -219,7 +205,7 @@ def synthesize(
     """
     from .training.synthesize import synthesize_file
 
-    model, tokenizer = _load_target(target)
+    model, tokenizer = target_by_name(target)
     _pack_for_bulk(model, batch_size)
     counts = synthesize_file(
         model,
@@ -237,27 +223,15 @@ def synthesize(
     print(f"{written} prompts added to {output}" + (f"; thrown away: {dropped}." if dropped else "."))
 
 
-def _pack_for_bulk(model: PreTrainedModel, rows: int) -> None:
-    """Pre-packed matrices, which pay for many rows, where the processor has them."""
-    import torch
-
-    from .packing import pack_linears
-
-    if model.device.type == "cpu" and model.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        pack_linears(model, rows=rows)
-
-
 @app.command()
 def evaluate(
-    prompts: Annotated[list[Path], typer.Option(help="JSONL of prompts, or a folder of such files; may be repeated.")],
+    prompts: Prompts,
     target: Target = "default",
     drafter: Drafter = "default",
-    count: Annotated[int | None, typer.Option(min=1, help="Prompts of each file; all when not given.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per call.")] = 1,
-    temperature: Annotated[
-        list[float] | None, typer.Option(min=0.0, help="0 is greedy; may be repeated. 0 and 1 when not given.")
-    ] = None,
+    count: Count = None,
+    max_new_tokens: AnswerTokens = 128,
+    batch_size: RolloutBatch = 1,
+    temperature: Temperatures = None,
     output: Annotated[Path | None, typer.Option(help="JSON file for everything measured.")] = None,
     pictures: Annotated[Path | None, typer.Option(help="Folder for pictures.")] = None,
     json_output: JsonOutput = False,
@@ -270,8 +244,8 @@ def evaluate(
     from .evaluation import evaluate as run
     from .formats.files import write_text
 
-    model, tokenizer = _load_target(target)
-    draft_model = _load_drafter(drafter, model)
+    model, tokenizer = target_by_name(target)
+    draft_model = drafter_by_name(drafter, model)
     results = []
     if not json_output:
         print(f"{'':<5} {'prompts':<12} {'tau':>5}  {'acceptance by position, given those before':<44}   ECE   AUC  text")
@@ -309,16 +283,14 @@ def _evaluation_line(row: dict) -> str:
 
 @app.command()
 def calibrate(
-    prompts: Annotated[list[Path], typer.Option(help="JSONL of prompts, or a folder of such files; may be repeated.")],
+    prompts: Prompts,
     output: Annotated[Path, typer.Option(help="Folder to save the calibrated drafter to; may be the drafter's own.")],
     target: Target = "default",
     drafter: Drafter = "default",
-    count: Annotated[int | None, typer.Option(min=1, help="Prompts of each file; all when not given.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per call.")] = 1,
-    temperature: Annotated[
-        list[float] | None, typer.Option(min=0.0, help="0 is greedy; may be repeated. 0 and 1 when not given.")
-    ] = None,
+    count: Count = None,
+    max_new_tokens: AnswerTokens = 128,
+    batch_size: RolloutBatch = 1,
+    temperature: Temperatures = None,
     sts: Annotated[Path | None, typer.Option(help="Also write the temperatures as SGLang's STS JSON.")] = None,
     json_output: JsonOutput = False,
 ) -> None:
@@ -330,8 +302,8 @@ def calibrate(
 
     from .evaluation import fit_temperatures, read_prompt_sets, roll_out
 
-    model, tokenizer = _load_target(target)
-    draft_model = _load_drafter(drafter, model)
+    model, tokenizer = target_by_name(target)
+    draft_model = drafter_by_name(drafter, model)
     sets = read_prompt_sets(prompts, count)
     blocks = [
         block
@@ -342,7 +314,7 @@ def calibrate(
         )
     ]
     found = fit_temperatures(blocks, draft_model, dataset=", ".join(sets))
-    stored = _load_drafter(drafter)  # as it is on disk: what was loaded to run may be in another precision
+    stored = drafter_by_name(drafter)  # as it is on disk: what was loaded to run may be in another precision
     stored.config.confidence_temperatures = found.temperatures
     stored.save_pretrained(output)
     if sts is not None:
@@ -374,7 +346,7 @@ def card(
     from .formats.files import write_text
 
     content = model_card(
-        _load_drafter(str(drafter)),
+        drafter_by_name(drafter),
         name or drafter.resolve().name,
         base_model,
         results=() if results is None else json.loads(results.read_text(encoding="utf-8")),
@@ -398,7 +370,7 @@ def push(
     """
     from huggingface_hub import HfApi
 
-    _load_drafter(str(drafter))
+    drafter_by_name(drafter)
     api = HfApi()
     url = api.create_repo(repo_id, private=private, exist_ok=True)
     api.upload_folder(
@@ -423,10 +395,9 @@ def profile(
     Example: hf-dspark profile --output load_profile.json
     """
     from .load_profile import LoadProfile
-    from .modeling_dspark import DSparkDraftModel
 
-    model, _ = _load_target(target)
-    draft_model = None if drafter is None else DSparkDraftModel.from_pretrained(drafter).to(model.device)
+    model, _ = target_by_name(target)
+    draft_model = None if drafter is None else drafter_by_name(drafter, model)
     measured = LoadProfile.measure(model, draft_model, context_length=context_length)
     measured.save(output)
     print(json.dumps({str(size): round(1e3 / rate, 2) for size, rate in measured.steps_per_second.items()}))
@@ -436,7 +407,7 @@ def profile(
 def inspect(
     checkpoint: Annotated[str, typer.Argument(help="Drafter in any packaging: a folder or a repo id.")],
     target: Annotated[str | None, typer.Option(help="Target to try the drafter on: a folder, a repo id, or 'default'.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    json_output: JsonOutput = False,
 ) -> None:
     """Say how a drafter's files are read, and why, and whether they fit a target.
 
@@ -450,14 +421,14 @@ def inspect(
     folder = find_folder(checkpoint, check=packaging_of)
     report = inspect_checkpoint(folder)
     if target is not None:
-        model, _ = _load_target(target)
+        model, _ = target_by_name(target)
         drafter = DSparkDraftModel.from_pretrained(folder)
         try:
             drafter.bind(model)
             report |= {"target": target, "fits": True, "reason": None}
         except ValueError as error:
             report |= {"target": target, "fits": False, "reason": str(error)}
-    if as_json:
+    if json_output:
         print(json.dumps(report))
     else:
         print(f"Packaging: {report['packaging']}")
@@ -489,7 +460,7 @@ def convert(
     from .modeling_dspark import DSparkDraftModel
 
     drafter = DSparkDraftModel.from_pretrained(source)
-    export_checkpoint(drafter, output, to, None if target is None else _load_target(target)[0])
+    export_checkpoint(drafter, output, to, None if target is None else target_by_name(target)[0])
     print(f"Drafter written to {output} as {to}.")
 
 

@@ -260,7 +260,9 @@ class TargetForward:
         self.cache.write_to(self.user_cache, self.past_length, longest - 1 + self.slot_offset)
 
 
-def ragged_mask(target: PreTrainedModel, token_slots: Tensor, causal: Tensor) -> Any:
+def ragged_mask(
+    target: PreTrainedModel, token_slots: Tensor, causal: Tensor, instead: str = "generate one row at a time"
+) -> Any:
     """Masks of rows at different slots: by layer type where the target has several, else one.
 
     The choice follows transformers' `create_masks_for_generate`.
@@ -269,6 +271,7 @@ def ragged_mask(target: PreTrainedModel, token_slots: Tensor, causal: Tensor) ->
         target (`PreTrainedModel`): whose attention will read them.
         token_slots (`torch.LongTensor` of shape `(R, Q)`): slot of each query.
         causal (`torch.BoolTensor` of shape `(R, Q, S)`): slots that full attention lets it see.
+        instead (`str`): what the error tells to do.
 
     Raises:
         ValueError: the target's attention implementation, or the type of one of its layers, cannot be masked so.
@@ -283,8 +286,7 @@ def ragged_mask(target: PreTrainedModel, token_slots: Tensor, causal: Tensor) ->
             visible = causal & (torch.arange(causal.shape[-1], device=causal.device) > token_slots[..., None] - window)
         else:
             raise ValueError(
-                f"the target has layers of type {kind!r}, for which rows of different lengths cannot be masked: generate "
-                "one row at a time."
+                f"the target has layers of type {kind!r}, for which rows of different lengths cannot be masked: {instead}."
             )
         return format_mask(visible[:, None], config._attn_implementation, target.dtype)
 

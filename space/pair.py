@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from visitors import Refused
 
 from hf_dspark import DSparkDraftModel, LoadProfile, Round, pack_linears
-from hf_dspark.demo import DRAFTER_FOLDER, load_target
+from hf_dspark.loading import drafter_by_name, target_by_name
 
 PROMPT_TOKEN_LIMIT = 512
 _BATCH_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -64,19 +64,11 @@ def load_pair() -> Pair:
         ValueError: only one of the two is set.
     """
     names = os.environ.get("TARGET_MODEL"), os.environ.get("DRAFTER_MODEL")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if not any(names):
-        target, tokenizer = load_target()
-        drafter = DSparkDraftModel.from_pretrained(DRAFTER_FOLDER, dtype=torch.float32)
-    elif all(names):
-        dtype = torch.float32 if device == "cpu" else "auto"
-        target = AutoModelForCausalLM.from_pretrained(names[0], dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(names[0])
-        drafter = DSparkDraftModel.from_pretrained(names[1], dtype=target.dtype)
-    else:
+    if any(names) and not all(names):
         raise ValueError("set both TARGET_MODEL and DRAFTER_MODEL, or neither for the embedded default")
-    target, drafter = target.to(device).eval(), drafter.to(device).eval()
-    if device == "cpu" and torch.backends.mkldnn.is_available():
+    target, tokenizer = target_by_name(names[0] or "default")
+    drafter = drafter_by_name(names[1] or "default", target)
+    if target.device.type == "cpu" and torch.backends.mkldnn.is_available():
         pack_linears(target, drafter.config.num_draft_tokens + 1)
         pack_linears(drafter, drafter.config.num_draft_tokens)
     if saved := os.environ.get("LOAD_PROFILE"):

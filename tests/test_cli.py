@@ -39,6 +39,10 @@ def answers(folder, tmp_path):
     return path
 
 
+def pair_options(folder):
+    return ["--target", folder / "target", "--drafter", folder / "drafter"]
+
+
 def invoke(*arguments):
     """Output of a command that must succeed."""
     result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
@@ -113,7 +117,7 @@ def test_synthesize(folder, tmp_path):
 
 def test_profile(folder, tmp_path):
     output = tmp_path / "load_profile.json"
-    arguments = ["--target", folder / "target", "--drafter", folder / "drafter", "--context-length", 16]
+    arguments = [*pair_options(folder), "--context-length", 16]
     printed = invoke("profile", "--output", output, *arguments)
     measured = LoadProfile.load(output)
     milliseconds = json.loads(printed.strip().splitlines()[-1])
@@ -123,15 +127,7 @@ def test_profile(folder, tmp_path):
 
 
 def test_evaluate(folder, tmp_path):
-    arguments = [
-        "evaluate",
-        "--prompts",
-        folder / "prompts.jsonl",
-        "--target",
-        folder / "target",
-        "--drafter",
-        folder / "drafter",
-    ]
+    arguments = ["evaluate", "--prompts", folder / "prompts.jsonl", *pair_options(folder)]
     arguments += ["--count", 3, "--max-new-tokens", 12, "--output", tmp_path / "results.json"]
     printed = invoke(*arguments, "--pictures", tmp_path / "pictures")
     lines = [line.split() for line in printed.splitlines() if line.startswith("T=")]
@@ -144,15 +140,7 @@ def test_evaluate(folder, tmp_path):
 
 
 def test_calibrate(folder, tmp_path):
-    arguments = [
-        "calibrate",
-        "--prompts",
-        folder / "prompts.jsonl",
-        "--target",
-        folder / "target",
-        "--drafter",
-        folder / "drafter",
-    ]
+    arguments = ["calibrate", "--prompts", folder / "prompts.jsonl", *pair_options(folder)]
     arguments += ["--max-new-tokens", 24, "--output", tmp_path / "calibrated", "--sts", tmp_path / "sts.json"]
     printed = invoke(*arguments)
     assert f"Drafter saved to {tmp_path / 'calibrated'}." in printed

@@ -7,7 +7,7 @@ import torch
 
 from hf_dspark import DSparkDraftModel, LoadProfile
 from hf_dspark.demo import DRAFTER_FOLDER
-from hf_dspark.evaluation.comparison import match_texts
+from hf_dspark.evaluation import encode_prompts, match_texts
 
 PROMPTS = ("Write a Python function that adds two numbers.", "What is the capital of France?", "Count from one to twenty.")
 
@@ -15,14 +15,6 @@ PROMPTS = ("Write a Python function that adds two numbers.", "What is the capita
 @pytest.fixture(scope="module")
 def drafter() -> DSparkDraftModel:
     return DSparkDraftModel.from_pretrained(DRAFTER_FOLDER, dtype=torch.float32)
-
-
-def _inputs(tokenizer, prompts):
-    texts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False)
-        for prompt in prompts
-    ]
-    return tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
 
 
 def test_it_is_small_and_carries_its_card_and_profile(drafter):
@@ -38,7 +30,7 @@ def test_greedy_text_is_the_targets(smollm2, drafter, mode):
     drafter.scheduling = mode
     # Plain steps priced out of reach: the scheduler has to draft.
     drafter.load_profile = LoadProfile({1: 1.0, 2: 0.99, 6: 0.98}, 0.001)
-    inputs = _inputs(tokenizer, PROMPTS)
+    inputs = encode_prompts(tokenizer, PROMPTS)
     plain = target.generate(**inputs, max_new_tokens=32, do_sample=False)
     drafted = target.generate(**inputs, max_new_tokens=32, do_sample=False, assistant_model=drafter)
     for row in range(len(PROMPTS)):
@@ -51,5 +43,7 @@ def test_sampling_accepts_too(smollm2, drafter):
     target, tokenizer = smollm2
     drafter.scheduling = "full"
     torch.manual_seed(0)
-    target.generate(**_inputs(tokenizer, PROMPTS[:1]), max_new_tokens=32, do_sample=True, top_k=50, assistant_model=drafter)
+    target.generate(
+        **encode_prompts(tokenizer, PROMPTS[:1]), max_new_tokens=32, do_sample=True, top_k=50, assistant_model=drafter
+    )
     assert 0 < drafter.statistics.accepted < drafter.statistics.scheduled

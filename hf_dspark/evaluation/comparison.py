@@ -137,7 +137,9 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | l
         )
         for prompt in prompts
     ]
-    return tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    inputs.pop("token_type_ids", None)  # some tokenizers make them, and no decoder wants them
+    return inputs
 
 
 def _without_padding(ids: Tensor, prompt_length: int, ends: int | list[int] | None) -> list[Tensor]:
