@@ -220,7 +220,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         listened = self.drafter.on_round is not None
         if confidence is None and self.drafter.confidence_head is not None and (self.mode != "full" or listened):
             with statistics.timed("schedule"):
-                confidence = self.drafter.calibrated(self.drafter.confidence_head(hidden[:, :longest], embeddings))
+                confidence = self._confidence(hidden[:, :longest], embeddings)
                 if self.mode != "full":
                     confidence = self._discounted(confidence)
                     lengths = self._schedule(confidence, lengths)
@@ -352,7 +352,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 likely = to_target[likely]
             anchor = torch.stack([ids[-1:] for ids in sequences]).to(likely.device)
             embeddings = self.drafter.markov_head.markov_w1(torch.cat([anchor, likely], dim=1))
-        return self.drafter.calibrated(self.drafter.confidence_head(hidden, embeddings))
+        return self._confidence(hidden, embeddings)
+
+    def _confidence(self, hidden: Tensor, embeddings: Tensor | None) -> Tensor:
+        return self.drafter.calibrated(self.drafter.confidence_head(hidden, embeddings), greedy=not self.do_sample)
 
     def _discounted(self, confidence: Tensor) -> Tensor:
         """Confidences `(R, K)` less what earlier rounds promised and did not keep; a threshold is the user's own word."""

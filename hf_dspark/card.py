@@ -106,12 +106,12 @@ def _table(results: Sequence[dict[str, Any]], count: int) -> str:
 
 
 def _scheduling(drafter: DSparkDraftModel) -> str:
-    temperatures = drafter.config.confidence_temperatures
+    config = drafter.config
     calibrated = "The confidences are as trained, not calibrated."
     if drafter.confidence_head is None:
         calibrated = "There are no confidences: past acceptance decides how much is verified."
-    elif temperatures is not None:
-        calibrated = f"The confidences are calibrated, with temperatures {', '.join(f'{t:.2f}' for t in temperatures)}."
+    elif (sampled := config.calibration(greedy=False)) != (None, None) or config.calibration(greedy=True) != sampled:
+        calibrated = "The confidences are calibrated on rollouts; the values are in config.json."
     profile = "No load profile comes along"
     if drafter.load_profile is not None:
         profile = "The load profile in this folder is that of the machine it was measured on"

@@ -294,37 +294,50 @@ def calibrate(
     sts: Annotated[Path | None, typer.Option(help="Also write the temperatures as SGLang's STS JSON.")] = None,
     json_output: JsonOutput = False,
 ) -> None:
-    """Fit the temperatures of a drafter's confidences to rollouts, and save them with it.
+    """Fit a drafter's confidences to what becomes of its drafts, greedy and sampled apart, and save that with it.
 
     Example: hf-dspark calibrate --prompts held_out.jsonl --output calibrated-drafter
     """
     from dataclasses import asdict
 
-    from .evaluation import fit_temperatures, read_prompt_sets, roll_out
+    from .evaluation import fit_calibration, read_prompt_sets, roll_out, set_calibration
 
+    settings = _settings(temperature)
+    if sts is not None and not any(options["do_sample"] for options in settings.values()):
+        raise ValueError("`--sts` holds temperatures for sampling: give a --temperature above 0, or none for 0 and 1.")
     model, tokenizer = target_by_name(target)
     draft_model = drafter_by_name(drafter, model)
+    set_calibration(draft_model)
     sets = read_prompt_sets(prompts, count)
-    blocks = [
-        block
-        for options in _settings(temperature).values()
-        for conversations in sets.values()
-        for block in roll_out(
-            model, tokenizer, draft_model, conversations, batch_size=batch_size, max_new_tokens=max_new_tokens, **options
-        )
-    ]
-    found = fit_temperatures(blocks, draft_model, dataset=", ".join(sets))
+    blocks: dict[str, list] = {}
+    for options in settings.values():
+        for conversations in sets.values():
+            blocks.setdefault("sampled" if options["do_sample"] else "greedy", []).extend(
+                roll_out(
+                    model,
+                    tokenizer,
+                    draft_model,
+                    conversations,
+                    batch_size=batch_size,
+                    max_new_tokens=max_new_tokens,
+                    **options,
+                )
+            )
+    found = {name: fit_calibration(drafts, draft_model, dataset=", ".join(sets)) for name, drafts in blocks.items()}
     stored = drafter_by_name(drafter)  # as it is on disk: what was loaded to run may be in another precision
-    stored.config.confidence_temperatures = found.temperatures
+    set_calibration(stored, **found)
     stored.save_pretrained(output)
     if sts is not None:
-        found.save(sts)
+        fit_calibration(blocks["sampled"], draft_model, dataset=", ".join(sets), offsets=False).save(sts)
     if json_output:
-        print(json.dumps(asdict(found)))
+        print(json.dumps({name: asdict(values) for name, values in found.items()}))
         return
-    print(f"{found.num_samples} blocks\n{'position':>8} {'temperature':>12} {'ECE before':>11} {'after':>7}")
-    for position, values in enumerate(zip(found.temperatures, found.ece_before, found.ece_after, strict=True), start=1):
-        print("{:>8} {:>12.2f} {:>11.3f} {:>7.3f}".format(position, *values))
+    for name, values in found.items():
+        print(f"{name}, {values.num_samples} blocks")
+        print(f"{'position':>8} {'temperature':>12} {'offset':>7} {'ECE before':>11} {'after':>7}")
+        rows = zip(values.temperatures, values.offsets, values.ece_before, values.ece_after, strict=True)
+        for position, row in enumerate(rows, start=1):
+            print("{:>8} {:>12.2f} {:>+7.2f} {:>11.3f} {:>7.3f}".format(position, *row))
     print(f"Drafter saved to {output}.")
 
 

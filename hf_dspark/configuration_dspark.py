@@ -8,6 +8,7 @@ settings are the drafter's own.
 
 # Annotations must stay objects here (no `from __future__ import annotations`): @strict does not check strings.
 import itertools
+import math
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -49,7 +50,11 @@ class DSparkConfig(PreTrainedConfig):
         markov_head_type (`str`, defaults to `"vanilla"`): `"vanilla"`, `"gated"` or `"rnn"`.
         enable_confidence_head (`bool`, defaults to `True`): whether the drafter estimates the survival of its tokens.
         confidence_head_with_markov (`bool`, defaults to `True`): whether that estimate also sees W1 of the previous token.
-        confidence_temperatures (`list[float]`, *optional*): K calibration temperatures, one per draft position.
+        confidence_temperatures, confidence_offsets (`list[float]`, *optional*): calibration of the confidences, K values
+            each, one per draft position: c_k = σ(logit_k / temperature_k + offset_k).
+        greedy_confidence_temperatures, greedy_confidence_offsets (`list[float]`, *optional*): the same for greedy
+            decoding, where a draft survives if it is the target's first choice, not in proportion to how much two laws
+            overlap; the values above serve for both when these are not given.
         draft_vocab_size (`int`, *optional*): size of a reduced draft vocabulary; the whole vocabulary when not given.
         pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): the target's special tokens.
 
@@ -85,6 +90,9 @@ class DSparkConfig(PreTrainedConfig):
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
     confidence_temperatures: list[float] | None = None
+    confidence_offsets: list[float] | None = None
+    greedy_confidence_temperatures: list[float] | None = None
+    greedy_confidence_offsets: list[float] | None = None
     draft_vocab_size: int | None = None
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -113,6 +121,13 @@ class DSparkConfig(PreTrainedConfig):
     def draft_logits_size(self) -> int:
         """Width of the draft logits: the reduced vocabulary where there is one."""
         return self.draft_vocab_size or self.vocab_size
+
+    def calibration(self, greedy: bool) -> tuple[list[float] | None, list[float] | None]:
+        """Temperatures and offsets of the confidences for greedy or for sampled decoding, `None` for 1 and 0."""
+        greedy_values = self.greedy_confidence_temperatures, self.greedy_confidence_offsets
+        if greedy and greedy_values != (None, None):
+            return greedy_values
+        return self.confidence_temperatures, self.confidence_offsets
 
     def validate_sizes(self):
         """Every count is positive and the heads divide."""
@@ -163,14 +178,17 @@ class DSparkConfig(PreTrainedConfig):
         """The sequential head is of a known type and the calibration fits the block."""
         if self.markov_head_type not in HEAD_TYPES:
             raise ValueError(f"`markov_head_type` must be one of {', '.join(HEAD_TYPES)}, got {self.markov_head_type!r}.")
-        temperatures = self.confidence_temperatures
-        if temperatures is not None and (
-            len(temperatures) != self.num_draft_tokens or not all(0 < t < float("inf") for t in temperatures)
-        ):
-            raise ValueError(
-                f"`confidence_temperatures` must be {self.num_draft_tokens} positive numbers, one per draft position, got "
-                f"{temperatures}."
-            )
+        for regime in ("", "greedy_"):
+            for kind, lowest in (("temperatures", 0.0), ("offsets", -math.inf)):
+                name = f"{regime}confidence_{kind}"
+                values = getattr(self, name)
+                if values is not None and (
+                    len(values) != self.num_draft_tokens or not all(lowest < value < math.inf for value in values)
+                ):
+                    raise ValueError(
+                        f"`{name}` must be {self.num_draft_tokens} {'positive' if lowest == 0 else 'finite'} numbers, one per "
+                        f"draft position, got {values}."
+                    )
 
     def validate_special_tokens(self):
         """The mask token is a token of its own."""

@@ -388,11 +388,22 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self.t2d[token_ids] = True
         object.__setattr__(self, "_target", None)  # its rows of the head were those of the old vocabulary
 
-    def calibrated(self, confidence_logits: Tensor) -> Tensor:
-        """c_k from the logits of the confidence head, `(..., L)` for the first L positions, after temperature scaling."""
-        temperatures = self.config.confidence_temperatures
+    def calibrated(self, confidence_logits: Tensor, greedy: bool = False) -> Tensor:
+        """Confidences from the logits of the confidence head.
+
+        Args:
+            confidence_logits (`torch.Tensor` of shape `(..., L)`): of the first L positions.
+            greedy (`bool`, defaults to `False`): whether the drafts will be held against the target's first choices.
+
+        Returns:
+            `torch.Tensor` of shape `(..., L)`: c_k = σ(logit_k / temperature_k + offset_k).
+        """
+        temperatures, offsets = self.config.calibration(greedy)
+        length = confidence_logits.shape[-1]
         if temperatures is not None:
-            confidence_logits = confidence_logits / confidence_logits.new_tensor(temperatures[: confidence_logits.shape[-1]])
+            confidence_logits = confidence_logits / confidence_logits.new_tensor(temperatures[:length])
+        if offsets is not None:
+            confidence_logits = confidence_logits + confidence_logits.new_tensor(offsets[:length])
         return confidence_logits.sigmoid()
 
 

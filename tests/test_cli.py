@@ -139,16 +139,18 @@ def test_evaluate(folder, tmp_path):
     assert only["setting"] == "T=0.5" and sum(only["match"].values()) == 3
 
 
-def test_calibrate(folder, tmp_path):
+def test_calibrate(folder, tmp_path, monkeypatch, capsys):
     arguments = ["calibrate", "--prompts", folder / "prompts.jsonl", *pair_options(folder)]
     arguments += ["--max-new-tokens", 24, "--output", tmp_path / "calibrated", "--sts", tmp_path / "sts.json"]
     printed = invoke(*arguments)
     assert f"Drafter saved to {tmp_path / 'calibrated'}." in printed
-    temperatures = json.loads((tmp_path / "sts.json").read_text())["temperatures"]
-    assert DSparkDraftModel.from_pretrained(tmp_path / "calibrated").config.confidence_temperatures == temperatures
-    assert len(temperatures) == 5 and temperatures != [1.0] * 5
-    again = json.loads(invoke(*arguments, "--json").splitlines()[-1])
-    assert again["temperatures"] == temperatures
+    config = DSparkDraftModel.from_pretrained(tmp_path / "calibrated").config
+    found = json.loads(invoke(*arguments, "--json").splitlines()[-1])
+    assert found.keys() == {"greedy", "sampled"}
+    assert config.calibration(greedy=True) == (found["greedy"]["temperatures"], found["greedy"]["offsets"])
+    assert config.calibration(greedy=False) == (found["sampled"]["temperatures"], found["sampled"]["offsets"])
+    assert len(json.loads((tmp_path / "sts.json").read_text())["temperatures"]) == 5
+    assert "--sts" in failure(monkeypatch, capsys, *arguments, "--temperature", 0)
 
 
 def test_card(folder, tmp_path):

@@ -103,8 +103,6 @@ def test_dflash_holds_what_it_must_and_needs_no_target(tmp_path):
     [
         ("deepspec", dict(sample_from_anchor=False), "cannot express `sample_from_anchor` False"),
         ("deepspec", dict(draft_vocab_size=20), "cannot express `draft_vocab_size` 20"),
-        ("deepspec", dict(confidence_temperatures=[1.0] * 4), "cannot express `confidence_temperatures`"),
-        ("speculators", dict(confidence_temperatures=[1.0] * 4), "cannot express `confidence_temperatures`"),
         ("dflash", {}, "cannot express `markov_rank` 6"),
         ("dflash", PARALLEL | dict(enable_confidence_head=True), "cannot express `enable_confidence_head` True"),
         ("dflash", PARALLEL | dict(sample_from_anchor=True), "cannot express `sample_from_anchor` True"),
@@ -117,6 +115,12 @@ def test_what_cannot_be_expressed_is_refused(tmp_path, target, packaging, change
     with pytest.raises(CheckpointError, match=match):
         export_checkpoint(make_drafter(**changes), tmp_path / "d", packaging, target)
     assert not (tmp_path / "d").exists()
+
+
+def test_calibration_is_left_out_with_a_word(tmp_path, target, caplog):
+    export_checkpoint(make_drafter(greedy_confidence_offsets=[0.5] * 4), tmp_path / "d", "speculators", target)
+    assert "no place for calibration" in caplog.text
+    assert not any("confidence_" in name and name.endswith(("offsets", "temperatures")) for name in content(tmp_path / "d")[0])
 
 
 def test_targets_that_do_not_do(tmp_path, target):

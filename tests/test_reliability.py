@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from tiny import PAD, tiny_drafter, tiny_target
 from tiny_tokenizer import text, tiny_tokenizer
 
@@ -15,11 +16,12 @@ from hf_dspark.evaluation import (
     draw_evaluation,
     evaluate,
     expected_calibration_error,
-    fit_temperatures,
+    fit_calibration,
     read_prompt_sets,
     recorded_blocks,
     reliability,
     roll_out,
+    set_calibration,
     threshold_sweep,
 )
 
@@ -27,14 +29,14 @@ PROMPTS = [text(tokens) for tokens in ([7, 9], [11, 8, 30, 21], [12], [20, 31, 4
 OPTIONS = {"max_new_tokens": 30, "eos_token_id": None, "pad_token_id": PAD}
 
 
-def simulated_blocks(count=6000, length=5, temperature=1.0, seed=0):
-    """Tokens survive with the very probability σ(logit); the confidence says σ(logit / temperature)."""
+def simulated_blocks(count=6000, length=5, temperature=1.0, offset=0.0, seed=0):
+    """Tokens survive with the very probability σ(logit); the confidence says σ((logit - offset) / temperature)."""
     rng = random.Random(seed)
     blocks = []
     for _ in range(count):
         logits = [rng.gauss(0.8, 1.2) for _ in range(length)]
         accepted = next((k for k, x in enumerate(logits) if rng.random() > 1 / (1 + math.exp(-x))), length)
-        blocks.append(Block([1 / (1 + math.exp(-x / temperature)) for x in logits], length, accepted))
+        blocks.append(Block([1 / (1 + math.exp((offset - x) / temperature)) for x in logits], length, accepted))
     return blocks
 
 
@@ -68,10 +70,10 @@ def test_positions_that_nothing_reached():
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_temperatures_undo_a_distortion(temperature):
-    """Whoever divided by T too many finds 1/T, on blocks that were not used for fitting too."""
+    """Whoever divided by T too many finds 1/T."""
     drafter = tiny_drafter(tiny_target())
-    found = fit_temperatures(simulated_blocks(temperature=temperature), drafter, "simulated")
-    assert found.num_samples == 6000 and found.dataset == "simulated"
+    found = fit_calibration(simulated_blocks(temperature=temperature), drafter, "simulated", offsets=False)
+    assert found.num_samples == 6000 and found.dataset == "simulated" and found.offsets is None
     for fitted in found.temperatures:
         assert fitted == pytest.approx(1 / temperature, rel=0.3)
     assert sum(found.ece_after) <= sum(found.ece_before)
@@ -79,20 +81,52 @@ def test_temperatures_undo_a_distortion(temperature):
         assert max(found.ece_after) < 0.03 < max(found.ece_before)
 
 
-def test_present_temperatures_are_taken_out_first():
+@pytest.mark.parametrize(("temperature", "offset"), [(1.0, 0.0), (0.5, 0.7), (2.0, -1.0)])
+def test_offsets_undo_a_shift(temperature, offset):
     drafter = tiny_drafter(tiny_target())
-    plain = fit_temperatures(simulated_blocks(), drafter)
-    drafter.config.confidence_temperatures = [2.0] * 5
-    assert fit_temperatures(simulated_blocks(temperature=2.0), drafter).temperatures == plain.temperatures
+    found = fit_calibration(simulated_blocks(temperature=temperature, offset=offset), drafter)
+    assert found.temperatures == pytest.approx([1 / temperature] * 5, rel=0.25)
+    assert found.offsets == pytest.approx([offset] * 5, abs=0.3)
+    assert max(found.ece_after) < 0.02
+
+
+def test_a_few_blocks_do_not_run_off():
+    drafter = tiny_drafter(tiny_target())
+    found = fit_calibration([Block([0.9, 0.8], 2, 2)] * 3, drafter)
+    assert all(0.1 <= temperature <= 10 for temperature in found.temperatures)
+    assert all(0 < offset < 5 for offset in found.offsets) and len(found.offsets) == 5
+
+
+def test_calibration_of_each_way_of_decoding():
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    logits = torch.tensor([[-1.0, 0.0, 2.0]])
+    assert torch.equal(drafter.calibrated(logits, greedy=True), logits.sigmoid())
+    sampled = Calibration([2.0] * 5, "", 1, [], [], [0.5] * 5)
+    set_calibration(drafter, sampled=sampled)
+    for greedy in (True, False):
+        assert torch.allclose(drafter.calibrated(logits, greedy), (logits / 2 + 0.5).sigmoid())
+    set_calibration(drafter, sampled=sampled, greedy=Calibration([1.0] * 5, "", 1, [], [], [-1.0] * 5))
+    assert torch.allclose(drafter.calibrated(logits, greedy=True), (logits - 1).sigmoid())
+    assert torch.allclose(drafter.calibrated(logits), (logits / 2 + 0.5).sigmoid())
+    # And the loop reads the right one: the same drafts, promised less.
+    promised = {}
+    for greedy in (True, False):
+        (block, *_) = roll_out(target, tiny_tokenizer(), drafter, PROMPTS[:1], do_sample=not greedy, **OPTIONS)
+        promised[greedy] = block.confidence[0]
+    assert promised[True] < promised[False]
 
 
 def test_nothing_to_calibrate():
     drafter = tiny_drafter(tiny_target())
     with pytest.raises(ValueError, match="no draft was recorded"):
-        fit_temperatures([], drafter)
+        fit_calibration([], drafter)
+    set_calibration(drafter, greedy=Calibration([2.0] * 5, "", 1, [], []))
+    with pytest.raises(ValueError, match="calibrated already"):
+        fit_calibration(simulated_blocks(10), drafter)
     bare = tiny_drafter(tiny_target(), enable_confidence_head=False)
     with pytest.raises(ValueError, match="no confidence head"):
-        fit_temperatures(simulated_blocks(10), bare)
+        fit_calibration(simulated_blocks(10), bare)
 
 
 def test_calibration_goes_to_a_file_and_back(tmp_path):
@@ -102,6 +136,9 @@ def test_calibration_goes_to_a_file_and_back(tmp_path):
     assert set(json.loads((tmp_path / "sts.json").read_text())) == {
         "temperatures", "dataset", "num_samples", "ece_before", "ece_after",
     }  # fmt: skip
+    with pytest.raises(ValueError, match="temperatures alone"):
+        Calibration([1.5], "", 1, [], [], offsets=[0.1]).save(tmp_path / "sts.json")
+    assert Calibration.load(tmp_path / "sts.json") == calibration
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Measuring drafters: speed beside plain decoding, whether the text is the same, and what the confidences are worth."""
 
-from .calibration import Calibration, fit_temperatures
+from .calibration import Calibration, fit_calibration, set_calibration
 from .comparison import Comparison, compare, encode_prompts, first_difference, match_texts, summarise
 from .pictures import draw_evaluation
 from .reliability import Block, expected_calibration_error, recorded_blocks, reliability, threshold_sweep
@@ -17,12 +17,13 @@ __all__ = [
     "evaluate",
     "expected_calibration_error",
     "first_difference",
-    "fit_temperatures",
+    "fit_calibration",
     "match_texts",
     "read_prompt_sets",
     "recorded_blocks",
     "reliability",
     "roll_out",
+    "set_calibration",
     "summarise",
     "threshold_sweep",
 ]

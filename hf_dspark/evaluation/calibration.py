@@ -1,7 +1,10 @@
-"""Sequential temperature scaling: confidences that promise what the target will keep (arXiv 2607.05147, on calibration).
+"""Calibration: confidences that promise what the target will keep (arXiv 2607.05147, on calibration).
 
-The scheduler multiplies confidences, c_1 ⋯ c_k, so that product is what must be right. Position by position, with the earlier
-ones fixed, a temperature is chosen under which the product is best calibrated on held-out rollouts.
+The scheduler multiplies confidences, c_1 ⋯ c_k, so that product is what must be right, on rollouts that were not trained on.
+The paper's sequential temperature scaling goes from position to position and, with the earlier ones fixed, chooses the
+temperature under which the product is best calibrated. A temperature alone leaves 1/2 where it is; with an offset beside it,
+both by maximum likelihood, a confidence that was trained on how far two laws overlap can also be read as the chance that
+their first choices agree, which is what greedy decoding asks.
 """
 
 from __future__ import annotations
@@ -19,17 +22,19 @@ from ..modeling_dspark import DSparkDraftModel
 from .reliability import Block, expected_calibration_error
 
 _GRID = np.geomspace(0.25, 4.0, 49)  # symmetric about 1 on a logarithmic scale, which it contains
+_SLOPES = (0.1, 10.0)  # of 1 / temperature; beyond, a few blocks have been over-fitted
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Temperatures and what they did to the prefix survival; the fields of SGLang's STS file.
+    """Temperatures and what they did to the prefix survival; without offsets, the fields of SGLang's STS file.
 
     Args:
-        temperatures (`list[float]` of length K): c_k = σ(logit_k / T_k).
+        temperatures (`list[float]` of length K): c_k = σ(logit_k / temperature_k + offset_k).
         dataset (`str`): what they were fitted on.
         num_samples (`int`): blocks.
         ece_before, ece_after (`list[float]` of length K): expected calibration error of c_1 ⋯ c_k, on the same blocks.
+        offsets (`list[float]` of length K, *optional*): 0 when not given.
     """
 
     temperatures: list[float]
@@ -37,10 +42,18 @@ class Calibration:
     num_samples: int
     ece_before: list[float]
     ece_after: list[float]
+    offsets: list[float] | None = None
 
     def save(self, path: str | Path) -> None:
-        """Writes SGLang's STS JSON."""
-        write_text(Path(path), json.dumps(asdict(self), indent=1) + "\n")
+        """Writes SGLang's STS JSON.
+
+        Raises:
+            ValueError: there are offsets, which that file cannot say.
+        """
+        values = asdict(self)
+        if values.pop("offsets") is not None:
+            raise ValueError("an STS file holds temperatures alone; fit without offsets.")
+        write_text(Path(path), json.dumps(values, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -67,48 +80,97 @@ class Calibration:
         )
 
 
-def fit_temperatures(blocks: Sequence[Block], drafter: DSparkDraftModel, dataset: str = "") -> Calibration:
-    """Chooses temperatures for a drafter; its configuration is left as it is.
+def set_calibration(drafter: DSparkDraftModel, sampled: Calibration | None = None, greedy: Calibration | None = None) -> None:
+    """Replaces a drafter's calibration; without values for a way of decoding, its confidences are raw again.
 
     Args:
-        blocks (sequence of [`Block`]): of rollouts with this drafter, see [`~hf_dspark.evaluation.recorded_blocks`].
-        drafter ([`DSparkDraftModel`]): whose present temperatures are taken out of the recorded confidences first.
+        drafter ([`DSparkDraftModel`]): its configuration is changed, and saved with it.
+        sampled ([`Calibration`], *optional*): for sampling, and for greedy decoding too unless that has its own.
+        greedy ([`Calibration`], *optional*): for greedy decoding.
+    """
+    config = drafter.config
+    config.confidence_temperatures = None if sampled is None else sampled.temperatures
+    config.confidence_offsets = None if sampled is None else sampled.offsets
+    config.greedy_confidence_temperatures = None if greedy is None else greedy.temperatures
+    config.greedy_confidence_offsets = None if greedy is None else greedy.offsets
+
+
+def fit_calibration(blocks: Sequence[Block], drafter: DSparkDraftModel, dataset: str = "", offsets: bool = True) -> Calibration:
+    """Fits temperatures, and offsets beside them, to what became of drafts.
+
+    Args:
+        blocks (sequence of [`Block`]): of rollouts with this drafter, uncalibrated, see
+            [`~hf_dspark.evaluation.recorded_blocks`]; all greedy or all sampled, since the two keep different drafts.
+        drafter ([`DSparkDraftModel`]): whose blocks they are; its configuration is left as it is.
         dataset (`str`, *optional*): name of what the blocks were made on.
+        offsets (`bool`, defaults to `True`): fit both by maximum likelihood on the blocks that reach a position; else
+            temperatures alone, by the paper's search.
 
     Returns:
-        [`Calibration`]: positions that no block reaches get the temperature of the one before.
+        [`Calibration`]: positions that no block reaches get the values of the one before.
 
     Raises:
-        ValueError: the drafter has no confidence head, or there are no blocks.
+        ValueError: the drafter has no confidence head or is calibrated already, or there are no blocks.
     """
     if drafter.confidence_head is None:
         raise ValueError("this drafter has no confidence head, so there is nothing to calibrate.")
+    if any(drafter.config.calibration(greedy) != (None, None) for greedy in (True, False)):
+        raise ValueError(
+            "this drafter is calibrated already, and the blocks are not those of its raw confidences: clear that with "
+            "`set_calibration(drafter)` and roll out again."
+        )
     blocks = [block for block in blocks if block.confidence]
     if not blocks:
         raise ValueError("no draft was recorded; let the target answer more, or longer.")
-    count = drafter.config.num_draft_tokens
-    present = drafter.config.confidence_temperatures or [1.0] * count
-    temperatures: list[float] = []
+    found: list[tuple[float, float]] = []  # slope, which is 1 / temperature, and offset
     before: list[float] = []
     after: list[float] = []
-    for position in range(count):
+    for position in range(drafter.config.num_draft_tokens):
         long = [block for block in blocks if len(block.confidence) > position]
         if not long:
-            temperatures.append(temperatures[-1])
+            found.append(found[-1])
             before.append(math.nan)
             after.append(math.nan)
             continue
         confidence = np.array([block.confidence[: position + 1] for block in long]).clip(1e-6, 1 - 1e-6)
-        logits = np.log(confidence / (1 - confidence)) * np.array(present[: position + 1])
-        kept = np.array([block.accepted > position for block in long], dtype=float)
-        earlier = _sigmoid(logits[:, :-1] / np.array(temperatures)).prod(1)
-        errors = [expected_calibration_error(earlier * _sigmoid(logits[:, -1] / t), kept) for t in _GRID]
-        # Among equals the one closest to 1: bins make plateaus.
-        best = min(range(len(_GRID)), key=lambda index: (errors[index], abs(math.log(_GRID[index]))))
-        temperatures.append(round(float(_GRID[best]), 4))
+        logits = np.log(confidence / (1 - confidence))
+        accepted = np.array([block.accepted for block in long])
+        kept = (accepted > position).astype(float)
+        earlier = np.ones(len(long))
+        for place, (slope, offset) in enumerate(found):
+            earlier *= _sigmoid(slope * logits[:, place] + offset)
+        if offsets:
+            reached = accepted >= position
+            found.append(_logistic_regression(logits[reached, -1], kept[reached]) if reached.any() else found[-1])
+        else:
+            errors = [expected_calibration_error(earlier * _sigmoid(logits[:, -1] / t), kept) for t in _GRID]
+            # Among equals the one closest to 1: bins make plateaus.
+            best = min(range(len(_GRID)), key=lambda index: (errors[index], abs(math.log(_GRID[index]))))
+            found.append((1 / float(_GRID[best]), 0.0))
+        slope, offset = found[-1]
         before.append(expected_calibration_error(confidence.prod(1), kept))
-        after.append(errors[best])
-    return Calibration(temperatures, dataset, len(blocks), before, after)
+        after.append(expected_calibration_error(earlier * _sigmoid(slope * logits[:, -1] + offset), kept))
+    return Calibration(
+        [round(1 / slope, 4) for slope, _ in found],
+        dataset,
+        len(blocks),
+        before,
+        after,
+        [round(offset, 4) for _, offset in found] if offsets else None,
+    )
+
+
+def _logistic_regression(logits: np.ndarray, kept: np.ndarray) -> tuple[float, float]:
+    """Slope and offset of σ(slope · logit + offset) by maximum likelihood, with a weak belief in 1 and 0."""
+    from scipy.optimize import minimize
+
+    def cost(values: np.ndarray) -> float:
+        z = values[0] * logits + values[1]
+        prior = (values[0] - 1) ** 2 + values[1] ** 2  # all alike, or a handful of blocks, must not run off to infinity
+        return float((np.logaddexp(0, z) - kept * z).sum() + prior)
+
+    slope, offset = minimize(cost, (1.0, 0.0), method="L-BFGS-B", bounds=(_SLOPES, (None, None))).x
+    return float(slope), float(offset)
 
 
 def _sigmoid(values: np.ndarray) -> np.ndarray:

@@ -21,7 +21,6 @@ from ..errors import CheckpointError
 from .backbone import (
     HEADS,
     LAYERS_AS_HERE,
-    NO_CALIBRATION,
     Converted,
     convert_layers,
     describe_layers,
@@ -79,7 +78,6 @@ def describe(config: DSparkConfig, target: PreTrainedModel | None) -> tuple[dict
         NAME,
         (not config.sample_from_anchor, "sample_from_anchor", False, "it is always anchor first; write speculators or dflash"),
         (config.draft_vocab_size is not None, "draft_vocab_size", config.draft_vocab_size, "write speculators"),
-        (config.confidence_temperatures is not None, "confidence_temperatures", config.confidence_temperatures, NO_CALIBRATION),
     )
     if target is None:
         raise CheckpointError(

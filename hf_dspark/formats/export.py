@@ -2,7 +2,8 @@
 
 Each packaging that is written has a module with `describe(config, target)`: the content of `config.json`, and the
 target's tensors that belong into the file. What a packaging cannot express is refused there rather than dropped, since
-a drafter that has lost a head or a layout still drafts, only badly.
+a drafter that has lost a head or a layout still drafts, only badly. Calibration alone is left out with a word: no packaging has
+a place for it, it changes no draft, and SGLang takes it from a file of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..errors import CheckpointError
 from . import deepspec, dflash, speculators
@@ -22,6 +24,8 @@ from .files import CONFIG_NAME, replaced_files
 
 if TYPE_CHECKING:
     from ..modeling_dspark import DSparkDraftModel
+
+logger = logging.get_logger(__name__)
 
 WRITTEN: dict[str, ModuleType] = {"deepspec": deepspec, "speculators": speculators, "dflash": dflash}
 
@@ -53,6 +57,11 @@ def export_checkpoint(
     if target is not None:
         drafter.bind(target)
     described, copies = WRITTEN[packaging].describe(drafter.config, target)
+    if any(drafter.config.calibration(greedy) != (None, None) for greedy in (True, False)):
+        logger.warning(
+            f"The {packaging} packaging has no place for calibration: the confidences in {folder} are the raw ones. "
+            "`hf-dspark calibrate --sts` writes temperatures for SGLang."
+        )
     described["dtype"] = str(drafter.dtype).removeprefix("torch.")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
     for name, weight in copies.items():

@@ -21,13 +21,11 @@ from ..configuration_dspark import DSparkConfig
 from ..errors import CheckpointError
 from .backbone import (
     HEADS,
-    NO_CALIBRATION,
     SAVED_TOGETHER,
     Converted,
     convert_layers,
     describe_layers,
     is_integer,
-    refuse_inexpressible,
     require,
     require_value,
 )
@@ -145,12 +143,8 @@ def describe(config: DSparkConfig, target: PreTrainedModel | None) -> tuple[dict
     """The content of `config.json` and the target's tensors that belong into the file, before their rows are chosen.
 
     Raises:
-        CheckpointError: there is no target, or the drafter has what this packaging cannot express.
+        CheckpointError: there is no target.
     """
-    refuse_inexpressible(
-        NAME,
-        (config.confidence_temperatures is not None, "confidence_temperatures", config.confidence_temperatures, NO_CALIBRATION),
-    )
     if target is None:
         raise CheckpointError(
             f"the {NAME} packaging names its target, and with a reduced vocabulary holds rows of the target's LM head: pass "
