@@ -29,6 +29,8 @@ logger = logging.get_logger(__name__)
 
 SCHEDULING_MODES = ("full", "threshold", "early_stop", "two_step", "presampled")
 
+_UNPROJECTED_ROWS = 64  # captured states of a row that may wait to be projected together
+
 
 @dataclass(frozen=True)
 class CandidateBlock:
@@ -92,7 +94,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.profitability = Profitability(drafter.load_profile) if self.mode != "full" else None
         self.cache = SlotCache(config)
         self.layout: RowLayout | None = None
-        self._pending: list[tuple[Tensor, list[int], list[int]]] = []  # (R, Q, D) states, first slots, counts
+        # Context for the next draft: (R, Q, ·) states, first slots, counts; the first so many projected, others as captured.
+        self._pending: list[tuple[Tensor, list[int], list[int]]] = []
+        self._projected = 0
         self._first_slot = 0  # of the first context row; earlier ones were in a cache passed in
         self._drafted = False  # whether the latest round had a draft
         self._scheduled = 0  # its length, while the host's own loop verifies it
@@ -136,10 +140,26 @@ class DSparkCandidateGenerator(CandidateGenerator):
         longest = max(counts)
         device = self.drafter.device
         states = torch.cat([hidden_states[i][:, :longest].to(device) for i in self.captured_states], dim=-1)
-        self._pending.append((self.drafter.project_context(states), first_slots, counts))
+        self._pending.append((states, first_slots, counts))
+        # Row by row, the projection would read its whole weight for every plain step; a prompt's states should not wait.
+        if sum(states.shape[1] for states, _, _ in self._pending[self._projected :]) > _UNPROJECTED_ROWS:
+            self._project_pending()
+
+    def _project_pending(self) -> None:
+        """Projects all captured states that wait, in one go: they are several times as wide as what they become."""
+        waiting = self._pending[self._projected :]
+        if not waiting:
+            return
+        context = self.drafter.project_context(torch.cat([states for states, _, _ in waiting], dim=1))
+        pieces = context.split([states.shape[1] for states, _, _ in waiting], dim=1)
+        self._pending[self._projected :] = [
+            (piece, first_slots, counts) for piece, (_, first_slots, counts) in zip(pieces, waiting, strict=True)
+        ]
+        self._projected = len(self._pending)
 
     def select_rows(self, rows: Tensor) -> None:
         """Keeps only the given rows, in that order."""
+        self._project_pending()
         kept = rows.tolist()
         self.cache.select_rows(rows)
         pending = []
@@ -147,7 +167,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             first_slots, counts = [first_slots[i] for i in kept], [counts[i] for i in kept]
             if max(counts):
                 pending.append((states[rows.to(states.device), : max(counts)], first_slots, counts))
-        self._pending = pending
+        self._pending, self._projected = pending, len(pending)
         self._older_confidence = [confidence[kept] for confidence in self._older_confidence]
 
     def settle(self, sequences: list[Tensor], slots: list[int]) -> None:
@@ -162,6 +182,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 settled as well.
             length (`int`): committed tokens of the longest row of both.
         """
+        self._project_pending()
         count = other.cache.rows
         self.cache.append_rows(other.cache, length)
         # Context that is still queued here has nothing for the new rows.
@@ -244,6 +265,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         block[:, 0] = torch.stack([ids[-1] for ids in sequences]).to(device)
         block_slots = slot_ranges(slots, config.block_size, device)
 
+        self._project_pending()
         none = torch.empty(len(sequences), 0, config.hidden_size, dtype=self.drafter.dtype, device=device)
         context = torch.cat([none, *(states for states, _, _ in self._pending)], dim=1)  # (R, C, D)
         length = max(slots) + config.block_size - self._first_slot
@@ -260,7 +282,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             self.cache.place(slots[0] - context.shape[1] - self._first_slot, source_slots.shape[1])
         else:
             self.cache.place_rows(source_slots - self._first_slot, length)
-        self._pending = []
+        self._pending, self._projected = [], 0
 
         hidden = self.drafter(
             self.drafter.embed(block),
