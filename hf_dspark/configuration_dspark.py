@@ -57,6 +57,7 @@ class DSparkConfig(PreTrainedConfig):
             overlap; the values above serve for both when these are not given.
         draft_vocab_size (`int`, *optional*): size of a reduced draft vocabulary; the whole vocabulary when not given.
         pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): the target's special tokens.
+        tie_word_embeddings (`bool`, defaults to `False`): not used; a drafter has no embedding or head of its own.
 
     Raises:
         huggingface_hub.errors.StrictDataclassError: a field has the wrong type, or a value contradicts another one.
