@@ -45,7 +45,8 @@ def folder(tmp_path_factory):
     for name in ("my-drafter", "path/or/repo"):
         tiny_drafter(target).save_pretrained(path / name)
     turns = [
-        [{"role": "user", "content": text([7 + n])}, {"role": "assistant", "content": text([8, 9, 10 + n, 30])}] for n in range(12)
+        [{"role": "user", "content": text([7 + n])}, {"role": "assistant", "content": text([8, 9, 10 + n, 30])}]
+        for n in range(12)
     ]
     (path / "answers.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
     return path
@@ -109,7 +110,9 @@ def test_links(page):
         if page.parent.name == "docs":
             assert linked.parent == page.parent, f"{target} is outside of the site"
         if place:
-            assert place in {anchor(title) for title in re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.MULTILINE)}, target
+            assert place in {anchor(title) for title in re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.MULTILINE)}, (
+                target
+            )
 
 
 def test_the_site_has_every_page():
