@@ -15,7 +15,7 @@ def joined_lines(text: str) -> list[str]:
 
 def parse(line: str) -> str:
     """Parses an `hf-dspark` command; returns its name. A wrong name, option or value raises as it would in use."""
-    program, name, *arguments = shlex.split(line, comments=True)
+    program, name, *arguments = (word for word in shlex.split(line, comments=True) if word != "--debug")
     assert program == "hf-dspark", line
     if "--help" not in arguments:
         typer.main.get_command(cli.app).commands[name].make_context(name, arguments)

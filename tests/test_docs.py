@@ -107,7 +107,7 @@ def test_links(page):
         name, _, place = target.partition("#")
         linked = (page.parent / name) if name else page
         assert linked.exists(), target
-        if page.parent.name == "docs":
+        if page.parent == ROOT / "docs":
             assert linked.parent == page.parent, f"{target} is outside of the site"
         if place:
             assert place in {anchor(title) for title in re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.MULTILINE)}, (
