@@ -12,13 +12,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 
-.PHONY: demo space test lint clean
+.PHONY: demo space docs test lint clean
 
 demo: $(STAMP)
 	$(BIN)/hf-dspark demo
 
 space: $(STAMP)
 	$(BIN)/python space/app.py
+
+docs: $(STAMP)
+	$(PIP) install -q -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test: lint
 # Two processes of one thread each: tiny models gain nothing from threads, which only wait for each other.
@@ -38,5 +42,5 @@ $(STAMP): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

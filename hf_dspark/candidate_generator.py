@@ -126,7 +126,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
     # ---- context ----
 
     def start(self, layout: RowLayout, first_slot: int = 0) -> None:
-        """Sets where the rows of this call sit; `first_slot` is the slot of the first state that will be observed."""
+        """Begins a call.
+
+        Args:
+            layout (`RowLayout`): where its rows sit in the cache.
+            first_slot (`int`, defaults to 0): slot of the first state that will be observed.
+        """
         self.layout, self._first_slot = layout, first_slot
 
     def observe(self, hidden_states: tuple[Tensor, ...], first_slots: list[int], counts: list[int]) -> None:
@@ -158,7 +163,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._projected = len(self._pending)
 
     def select_rows(self, rows: Tensor) -> None:
-        """Keeps only the given rows, in that order."""
+        """Keeps only the given rows, in that order.
+
+        Args:
+            rows (`torch.LongTensor` of shape `(kept rows,)`): their places so far.
+        """
         self._project_pending()
         kept = rows.tolist()
         self.cache.select_rows(rows)
@@ -171,7 +180,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._older_confidence = [confidence[kept] for confidence in self._older_confidence]
 
     def settle(self, sequences: list[Tensor], slots: list[int]) -> None:
-        """Moves the queued context into the drafter's cache, by a draft that nobody reads; arguments as in `propose`."""
+        """Moves the queued context into the drafter's cache, by a draft that nobody reads.
+
+        Args:
+            sequences, slots: as in `propose`.
+        """
         self._draft_states(sequences, slots)
 
     def join(self, other: DSparkCandidateGenerator, length: int) -> None:
@@ -197,7 +210,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
         ]
 
     def decode_with(self, processors: RowProcessors, do_sample: bool) -> None:
-        """Sets the processors of the coming rounds and whether any row samples, on which the default schedule depends."""
+        """Sets how the coming rounds are decoded.
+
+        Args:
+            processors (`RowProcessors`): logits processors of the rows.
+            do_sample (`bool`): whether any row samples, on which the default schedule depends.
+        """
         self.processors, self.do_sample = processors, do_sample
         self.mode = self._choose_mode()
         if self.mode != "full" and self.profitability is None:  # the drafter has been given a profile meanwhile

@@ -1,10 +1,14 @@
-"""The command line: `hf-dspark` with its commands, each a thin layer over a public function."""
+"""The command line: `hf-dspark` with its commands, each a thin layer over a public function.
+
+Results go to stdout, and with `--json` nothing else does. The exit code is 0, 1 after an error, which is one line on stderr,
+and 2 where the command line itself is wrong.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,7 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 app = typer.Typer(
-    help="DSpark speculative decoding for transformers.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -35,6 +38,28 @@ RolloutBatch = Annotated[int, typer.Option(min=1, help="Prompts per call.")]
 Temperatures = Annotated[
     list[float] | None, typer.Option(min=0.0, help="0 is greedy; may be repeated. 0 and 1 when not given.")
 ]
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; may stand anywhere.")] = False,
+) -> None:
+    """DSpark speculative decoding for transformers: the target's own text, sooner.
+
+    A target is a causal language model, a drafter the small model that proposes its next tokens. Without --target and
+    --drafter the embedded pair is meant.
+
+    \b
+    Examples:
+      hf-dspark demo
+      hf-dspark generate "Why is the sky blue?" --plain
+      hf-dspark train --help
+    """
+
+
+def _people_only(json_output: bool) -> AbstractContextManager:
+    """With --json, what is printed inside goes to stderr."""
+    return redirect_stdout(sys.stderr) if json_output else nullcontext()
 
 
 def _settings(temperatures: list[float] | None) -> dict[str, dict]:
@@ -60,14 +85,106 @@ def _pack_for_bulk(model: PreTrainedModel, rows: int) -> None:
 @app.command()
 def demo(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer, in tokens.")] = 128,
+    json_output: JsonOutput = False,
 ) -> None:
-    """Stream an answer of the embedded model, then compare plain decoding and DSpark.
+    """Stream an answer, then compare plain decoding and DSpark.
 
-    Example: hf-dspark demo --max-new-tokens 64
+    Uses the embedded target and its drafter.
+
+    \b
+    Examples:
+      hf-dspark demo
+      hf-dspark demo --max-new-tokens 64
     """
     from .demo.show import run_demo
 
-    run_demo(max_new_tokens)
+    with _people_only(json_output):
+        total = run_demo(max_new_tokens)
+    if json_output:
+        print(json.dumps(total))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The user's turn; '-' or nothing for that on stdin.")] = None,
+    file: Annotated[Path | None, typer.Option(help="File to read the prompt from.")] = None,
+    target: Target = "default",
+    drafter: Drafter = "default",
+    max_new_tokens: AnswerTokens = 128,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample; greedy when not given.")] = False,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="Of --sample: 1 when not given, 0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Of --sample: 50 when not given, 0 for all tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Of --sample: 1 when not given.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="Go on with the text as it stands, without the chat template.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Also decode without the drafter, and compare.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Time forwards here first, instead of going by the drafter's load profile.")
+    ] = False,
+    json_output: JsonOutput = False,
+) -> None:
+    """Answer a prompt, streamed, and say what the drafter was worth.
+
+    The text goes to stdout, the numbers to stderr.
+
+    \b
+    Examples:
+      hf-dspark generate "Why is the sky blue?" --plain
+      hf-dspark generate --file prompt.txt --sample --temperature 0.7
+      echo "Once upon a time" | hf-dspark generate --raw --max-new-tokens 64
+      hf-dspark generate "What is 17 times 23?" --json
+    """
+    from .answering import answer_prompt
+    from .load_profile import LoadProfile
+
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    sampling = {name: value for name, value in given.items() if value is not None}
+    if sampling and not sample:
+        raise typer.BadParameter(
+            f"--{next(iter(sampling)).replace('_', '-')} needs --sample, since greedy decoding ignores it."
+        )
+    if prompt not in (None, "-") and file is not None:
+        raise typer.BadParameter("give either a prompt or --file, not both.")
+    if file is not None:
+        prompt = file.read_text(encoding="utf-8")
+    elif prompt in (None, "-"):
+        if prompt is None and sys.stdin.isatty():
+            raise typer.BadParameter("give a prompt, --file, or a text on stdin.")
+        prompt = sys.stdin.read()
+    how: dict = {"do_sample": False}
+    if sample and temperature != 0:
+        how = {"do_sample": True, "temperature": 1.0, "top_k": 50, "top_p": 1.0} | sampling
+    model, tokenizer = target_by_name(target)
+    draft_model = drafter_by_name(drafter, model)
+    if measure:
+        draft_model.load_profile = LoadProfile.measure(model, draft_model)
+    report = answer_prompt(
+        model,
+        tokenizer,
+        draft_model,
+        prompt,
+        raw=raw,
+        plain=plain,
+        stream=not json_output,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        **how,
+    )
+    if json_output:
+        print(json.dumps(report))
+        return
+    lines = [
+        f"DSpark: {_rate(report)}; tau {report['tau']:.2f}; of {report['verified']} drafted tokens verified, "
+        f"{report['rejected']} were rejected."
+    ]
+    if plain:
+        ratio = report["tokens_per_second"] / report["plain"]["tokens_per_second"]
+        lines.append(f"plain:  {_rate(report['plain'])}. Ratio {ratio:.2f}, one run each. Texts: {report['match']}.")
+    print("\n".join(lines), file=sys.stderr)
+
+
+def _rate(run: dict) -> str:
+    return f"{run['tokens']} tokens in {run['seconds']:.2f} s, {run['tokens_per_second']:.1f} tokens/s"
 
 
 @app.command()
@@ -75,7 +192,9 @@ def train(
     data: Annotated[list[Path], typer.Option(help="JSONL of conversations answered by the target; may be repeated.")],
     output: Annotated[Path, typer.Option(help="Folder for the drafter and its checkpoints.")],
     target: Target = "default",
-    drafter: Annotated[Path | None, typer.Option(help="Drafter to go on from, instead of a new one.")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Drafter to go on from instead of a new one: a folder, a repo id, or 'default'.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 1000,
     batch_size: Annotated[int, typer.Option(min=1, help="Conversations per step and process.")] = 4,
     num_anchors: Annotated[int, typer.Option(min=1, help="Blocks per conversation and step.")] = 512,
@@ -98,18 +217,24 @@ def train(
         Path | None, typer.Option(help="Folder to keep the target's states in, so that it runs only once over the text.")
     ] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint in --output.")] = False,
+    json_output: JsonOutput = False,
 ) -> None:
-    """Train a drafter for a target, which stays frozen and runs on the fly.
+    """Train a drafter for a target, which stays frozen.
 
-    What is saved in the end is the checkpoint with the highest accepted length on conversations set aside.
+    The target runs inside the training step. What is saved in the end is the checkpoint with the highest accepted length
+    on conversations set aside.
 
-    Example: hf-dspark train --data answers.jsonl --output my-drafter --steps 500 --draft-vocabulary 8192
+    \b
+    Examples:
+      hf-dspark train --data answers.jsonl --output my-drafter \\
+        --steps 500 --block-size 5 --draft-vocabulary 8192
+      hf-dspark train --data answers.jsonl --output my-drafter --resume
+      hf-dspark train --data answers.jsonl --output next --drafter my-drafter
     """
-    from .modeling_dspark import DSparkDraftModel
     from .training.run import train_drafter
     from .training.trainer import DSparkTrainingArguments
 
-    start = None if drafter is None else DSparkDraftModel.from_pretrained(drafter)
+    start = None if drafter is None else drafter_by_name(drafter)
     model, tokenizer = target_by_name(target)
     arguments = DSparkTrainingArguments(
         output_dir=str(output),
@@ -133,24 +258,28 @@ def train(
         seed=seed,
         report_to=[],
     )
-    train_drafter(
-        model,
-        tokenizer,
-        data,
-        arguments,
-        drafter=start,
-        mask_token_id=mask_token_id,
-        max_sequence_length=max_length,
-        start=from_target,
-        cache_folder=cache_states,
-        resume=resume,
-        num_hidden_layers=layers,
-        block_size=block_size,
-        markov_rank=markov_rank,
-        markov_head_type=head,
-        draft_vocab_size=draft_vocabulary or None,
-    )
-    print(f"Drafter saved to {output}.")
+    with _people_only(json_output):
+        _, trainer = train_drafter(
+            model,
+            tokenizer,
+            data,
+            arguments,
+            drafter=start,
+            mask_token_id=mask_token_id,
+            max_sequence_length=max_length,
+            start=from_target,
+            cache_folder=cache_states,
+            resume=resume,
+            num_hidden_layers=layers,
+            block_size=block_size,
+            markov_rank=markov_rank,
+            markov_head_type=head,
+            draft_vocab_size=draft_vocabulary or None,
+        )
+        print(f"Drafter saved to {output}.")
+    if json_output:
+        state = trainer.state
+        print(json.dumps({"output": str(output), "steps": state.global_step, "tau": state.best_metric}))
 
 
 @app.command()
@@ -164,10 +293,15 @@ def regenerate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     batch_size: Annotated[int, typer.Option(min=1, help="Answers written at the same time.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    json_output: JsonOutput = False,
 ) -> None:
-    """Let the target answer prompts in bulk: the text to train a drafter on.
+    """Let the target answer prompts in bulk, to train on.
 
-    Example: hf-dspark regenerate --prompts prompts.jsonl --output answers.jsonl --samples 4
+    \b
+    Examples:
+      hf-dspark regenerate --prompts prompts.jsonl --output answers.jsonl
+      hf-dspark regenerate --prompts prompts.jsonl --output answers.jsonl \\
+        --target Qwen/Qwen3-0.6B --samples 4 --temperature 0.7
     """
     from .training.regenerate import regenerate_file
 
@@ -185,7 +319,10 @@ def regenerate(
         batch_size=batch_size,
         seed=seed,
     )
-    print(f"{written} answers added to {output}.")
+    if json_output:
+        print(json.dumps({"output": str(output), "written": written}))
+    else:
+        print(f"{written} answers added to {output}.")
 
 
 @app.command()
@@ -198,10 +335,15 @@ def synthesize(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt, in tokens.")] = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts written at the same time.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    json_output: JsonOutput = False,
 ) -> None:
-    """Let the target make up prompts, as its users would write them, for `regenerate` to have answered.
+    """Let the target make up prompts for `regenerate`.
 
-    Example: hf-dspark synthesize --count 1000 --output prompts.jsonl
+    They are what the target takes its users to write.
+
+    \b
+    Examples:
+      hf-dspark synthesize --count 1000 --output prompts.jsonl
     """
     from .training.synthesize import synthesize_file
 
@@ -218,6 +360,9 @@ def synthesize(
         batch_size=batch_size,
         seed=seed,
     )
+    if json_output:
+        print(json.dumps({"output": str(output), **counts}))
+        return
     written = counts.pop("written")
     dropped = ", ".join(f"{number} {reason}" for reason, number in counts.items() if number)
     print(f"{written} prompts added to {output}" + (f"; thrown away: {dropped}." if dropped else "."))
@@ -236,9 +381,15 @@ def evaluate(
     pictures: Annotated[Path | None, typer.Option(help="Folder for pictures.")] = None,
     json_output: JsonOutput = False,
 ) -> None:
-    """Measure a drafter by real rollouts: accepted length, acceptance by position, what its confidences are worth.
+    """Measure a drafter by real rollouts.
 
-    Every draft is verified to its end. Example: hf-dspark evaluate --prompts prompts.jsonl --pictures pictures
+    Accepted length, acceptance by position, and what the confidences are worth. Every draft is verified to its end.
+
+    \b
+    Examples:
+      hf-dspark evaluate --prompts prompts.jsonl --pictures pictures
+      hf-dspark evaluate --prompts prompts.jsonl --drafter my-drafter \\
+        --temperature 0 --temperature 0.7 --output results.json
     """
     from .evaluation import draw_evaluation, read_prompt_sets
     from .evaluation import evaluate as run
@@ -294,9 +445,15 @@ def calibrate(
     sts: Annotated[Path | None, typer.Option(help="Also write the temperatures as SGLang's STS JSON.")] = None,
     json_output: JsonOutput = False,
 ) -> None:
-    """Fit a drafter's confidences to what becomes of its drafts, greedy and sampled apart, and save that with it.
+    """Fit a drafter's confidences to what becomes of its drafts.
 
-    Example: hf-dspark calibrate --prompts held_out.jsonl --output calibrated-drafter
+    Greedy and sampled decoding are fitted apart, on rollouts, and saved with the drafter.
+
+    \b
+    Examples:
+      hf-dspark calibrate --prompts held_out.jsonl --output calibrated-drafter
+      hf-dspark calibrate --prompts held_out.jsonl --drafter my-drafter \\
+        --output my-drafter --sts sts.json
     """
     from dataclasses import asdict
 
@@ -350,10 +507,14 @@ def card(
     license: Annotated[str | None, typer.Option(help="Such as apache-2.0.")] = None,
     dataset: Annotated[list[str] | None, typer.Option(help="Repo id of training prompts; may be repeated.")] = None,
     notes: Annotated[Path | None, typer.Option(help="Markdown to include: how it was trained, on what, for how long.")] = None,
+    json_output: JsonOutput = False,
 ) -> None:
     """Write the model card of a drafter from what was measured.
 
-    Example: hf-dspark card --drafter my-drafter --base-model Qwen/Qwen3-4B --results results.json --license apache-2.0
+    \b
+    Examples:
+      hf-dspark card --drafter my-drafter --base-model Qwen/Qwen3-4B \\
+        --results results.json --license apache-2.0
     """
     from .card import model_card
     from .formats.files import write_text
@@ -362,13 +523,24 @@ def card(
         drafter_by_name(drafter),
         name or drafter.resolve().name,
         base_model,
-        results=() if results is None else json.loads(results.read_text(encoding="utf-8")),
+        results=() if results is None else _read_results(results),
         license=license,
         datasets=dataset or (),
         notes="" if notes is None else notes.read_text(encoding="utf-8"),
     )
-    write_text(drafter / "README.md", str(content))
-    print(f"Card written to {drafter / 'README.md'}.")
+    path = drafter / "README.md"
+    write_text(path, str(content))
+    print(json.dumps({"output": str(path)}) if json_output else f"Card written to {path}.")
+
+
+def _read_results(path: Path) -> list[dict]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        if not all({"setting", "prompts", "tau", "reliability"} <= row.keys() for row in rows):
+            raise ValueError
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: expected the JSON that `hf-dspark evaluate --output` writes. Name such a file.") from error
+    return rows
 
 
 @app.command()
@@ -376,10 +548,15 @@ def push(
     drafter: Annotated[Path, typer.Option(help="Folder of the drafter.")],
     repo_id: Annotated[str, typer.Option(help="Where to, such as user/my-drafter; made if it does not exist.")],
     private: Annotated[bool, typer.Option(help="Whether a new repository is private.")] = False,
+    json_output: JsonOutput = False,
 ) -> None:
-    """Upload a drafter with its card, calibration and load profile to the Hub, after checking that it loads.
+    """Upload a drafter to the Hub, after checking that it loads.
 
-    Example: hf-dspark push --drafter my-drafter --repo-id user/my-drafter
+    Its card, calibration and load profile go with it.
+
+    \b
+    Examples:
+      hf-dspark push --drafter my-drafter --repo-id user/my-drafter
     """
     from huggingface_hub import HfApi
 
@@ -393,19 +570,27 @@ def push(
         ignore_patterns=["checkpoint-*"],
         commit_message="Upload DSpark drafter",
     )
-    print(url)
+    print(json.dumps({"url": str(url)}) if json_output else url)
 
 
 @app.command()
 def profile(
     output: Annotated[Path, typer.Option(help="Where to write the profile, as JSON.")],
     target: Target = "default",
-    drafter: Annotated[Path | None, typer.Option(help="Drafter whose draft time to measure too.")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Drafter whose draft time to measure too: a folder, a repo id, or 'default'.")
+    ] = None,
     context_length: Annotated[int, typer.Option(min=1, help="Cached tokens behind which to measure.")] = 256,
+    json_output: JsonOutput = False,
 ) -> None:
-    """Measure what a forward of the target costs here, by number of tokens.
+    """Measure what a forward of the target costs here.
 
-    Example: hf-dspark profile --output load_profile.json
+    Forwards of 1 to 64 tokens are timed, and with --drafter the drafting.
+
+    \b
+    Examples:
+      hf-dspark profile --output load_profile.json
+      hf-dspark profile --drafter my-drafter --output my-drafter/load_profile.json
     """
     from .load_profile import LoadProfile
 
@@ -413,25 +598,41 @@ def profile(
     draft_model = None if drafter is None else drafter_by_name(drafter, model)
     measured = LoadProfile.measure(model, draft_model, context_length=context_length)
     measured.save(output)
-    print(json.dumps({str(size): round(1e3 / rate, 2) for size, rate in measured.steps_per_second.items()}))
+    milliseconds = {str(size): round(1e3 / rate, 2) for size, rate in measured.steps_per_second.items()}
+    if json_output:
+        draft = None if draft_model is None else round(1e3 * measured.draft_seconds, 2)
+        print(json.dumps({"output": str(output), "milliseconds": milliseconds, "draft_milliseconds": draft}))
+        return
+    print("tokens in a forward, milliseconds:")
+    for size, value in milliseconds.items():
+        print(f"{size:>6} {value:>8.2f}")
+    if draft_model is not None:
+        print(f" draft {1e3 * measured.draft_seconds:>8.2f}")
+    print(f"Profile saved to {output}.")
 
 
 @app.command()
 def inspect(
-    checkpoint: Annotated[str, typer.Argument(help="Drafter in any packaging: a folder or a repo id.")],
+    checkpoint: Annotated[str, typer.Argument(help="Drafter in any packaging: a folder, a repo id, or 'default'.")],
     target: Annotated[str | None, typer.Option(help="Target to try the drafter on: a folder, a repo id, or 'default'.")] = None,
     json_output: JsonOutput = False,
 ) -> None:
-    """Say how a drafter's files are read, and why, and whether they fit a target.
+    """Say how a drafter's files are read, and whether they fit.
 
-    Example: hf-dspark inspect my-drafter --target default
+    With --target the drafter is tried on it; the exit code is 1 where it does not fit.
+
+    \b
+    Examples:
+      hf-dspark inspect my-drafter
+      hf-dspark inspect my-drafter --target default --json
     """
+    from .demo import DRAFTER_FOLDER
     from .formats import packaging_of
     from .formats.files import find_folder
     from .formats.inspection import inspect_checkpoint
     from .modeling_dspark import DSparkDraftModel
 
-    folder = find_folder(checkpoint, check=packaging_of)
+    folder = DRAFTER_FOLDER if checkpoint == "default" else find_folder(checkpoint, check=packaging_of)
     report = inspect_checkpoint(folder)
     if target is not None:
         model, _ = target_by_name(target)
@@ -457,34 +658,44 @@ def inspect(
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(help="Drafter in any packaging that is read: a folder or a repo id.")],
+    source: Annotated[str, typer.Argument(help="Drafter in any packaging that is read: a folder, a repo id, or 'default'.")],
     output: Annotated[Path, typer.Argument(help="New folder for the converted drafter.")],
     to: Annotated[Literal["deepspec", "speculators", "dflash"], typer.Option(help="Packaging to write.")],
     target: Annotated[
         str | None,
-        typer.Option(help="The drafter's target, which deepspec and speculators need: a folder, a repo id, 'default'."),
+        typer.Option(help="The drafter's target, which deepspec and speculators need: a folder, a repo id, or 'default'."),
     ] = None,
+    json_output: JsonOutput = False,
 ) -> None:
     """Write a drafter in the packaging of another program.
 
-    Example: hf-dspark convert my-drafter for-vllm --to speculators --target Qwen/Qwen3-4B
+    \b
+    Examples:
+      hf-dspark convert my-drafter for-vllm --to speculators \\
+        --target Qwen/Qwen3-4B
+      hf-dspark convert my-drafter out --to dflash
     """
     from .formats.export import export_checkpoint
-    from .modeling_dspark import DSparkDraftModel
 
-    drafter = DSparkDraftModel.from_pretrained(source)
-    export_checkpoint(drafter, output, to, None if target is None else target_by_name(target)[0])
-    print(f"Drafter written to {output} as {to}.")
+    export_checkpoint(drafter_by_name(source), output, to, None if target is None else target_by_name(target)[0])
+    if json_output:
+        print(json.dumps({"output": str(output), "packaging": to}))
+    else:
+        print(f"Drafter written to {output} as {to}.")
 
 
 def main() -> None:
-    """Entry point: one line for an error, the traceback only with HF_DSPARK_DEBUG=1."""
+    """Entry point: one line for an error, and the traceback only with --debug."""
     from huggingface_hub.errors import StrictDataclassError
 
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
-        app()
-    except (ValueError, OSError, ImportError, FloatingPointError, StrictDataclassError) as error:
-        if os.environ.get("HF_DSPARK_DEBUG"):
+        app(arguments)
+    except Exception as error:
+        if len(arguments) < len(sys.argv[1:]):
             raise
-        print("hf-dspark: " + " ".join(str(error).split()), file=sys.stderr)
+        text = " ".join(str(error).split())
+        if not isinstance(error, (ValueError, OSError, ImportError, FloatingPointError, StrictDataclassError)):
+            text = f"{type(error).__name__}: {text} (--debug shows where)"  # nobody meant the user to see this one
+        print(f"hf-dspark: {text}", file=sys.stderr)
         sys.exit(1)

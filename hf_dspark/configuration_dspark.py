@@ -57,6 +57,7 @@ class DSparkConfig(PreTrainedConfig):
             overlap; the values above serve for both when these are not given.
         draft_vocab_size (`int`, *optional*): size of a reduced draft vocabulary; the whole vocabulary when not given.
         pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): the target's special tokens.
+        tie_word_embeddings (`bool`, defaults to `False`): not used; a drafter has no embedding or head of its own.
 
     Raises:
         huggingface_hub.errors.StrictDataclassError: a field has the wrong type, or a value contradicts another one.
@@ -123,7 +124,14 @@ class DSparkConfig(PreTrainedConfig):
         return self.draft_vocab_size or self.vocab_size
 
     def calibration(self, greedy: bool) -> tuple[list[float] | None, list[float] | None]:
-        """Temperatures and offsets of the confidences for greedy or for sampled decoding, `None` for 1 and 0."""
+        """Calibration of the confidences for one way of decoding.
+
+        Args:
+            greedy (`bool`): for greedy decoding, which has the values of sampling unless it has its own.
+
+        Returns:
+            `tuple`: K temperatures and K offsets, each a `list[float]`, or `None` for 1 and 0.
+        """
         greedy_values = self.greedy_confidence_temperatures, self.greedy_confidence_offsets
         if greedy and greedy_values != (None, None):
             return greedy_values

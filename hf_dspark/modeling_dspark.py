@@ -188,7 +188,14 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self.post_init()
 
     def project_context(self, target_hidden_states: Tensor) -> Tensor:
-        """H_ctx of captured target states: `(R, C, m · target_hidden_size)` to `(R, C, D)`."""
+        """H_ctx of captured target states.
+
+        Args:
+            target_hidden_states (`torch.Tensor` of shape `(R, C, m · target_hidden_size)`): of the m `target_layer_ids`.
+
+        Returns:
+            `torch.Tensor` of shape `(R, C, D)`.
+        """
         return self.hidden_norm(self.fc(target_hidden_states.to(self.fc.weight.dtype)))
 
     def forward(
@@ -349,12 +356,26 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         return self._target
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Embeddings of the target, `(R, Q)` to `(R, Q, D)`, scaled the way the target scales them."""
+        """Embeddings of the target, scaled the way the target scales them.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(R, Q)`): tokens of the target's vocabulary.
+
+        Returns:
+            `torch.Tensor` of shape `(R, Q, D)`, on the drafter's device and in its dtype.
+        """
         embedding: Any = self.bound_target.embedding
         return embedding(input_ids.to(embedding.weight.device)).to(self.device, self.dtype)
 
     def base_logits(self, hidden_states: Tensor) -> Tensor:
-        """U: the target's LM head on draft states, `(..., D)` to `(..., draft_logits_size)` in float32."""
+        """U: the target's LM head on draft states.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(..., D)`): from `forward`.
+
+        Returns:
+            `torch.FloatTensor` of shape `(..., draft_logits_size)`.
+        """
         return self.bound_target.base_logits(hidden_states)
 
     @property

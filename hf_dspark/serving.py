@@ -167,6 +167,9 @@ class ServingLoop:
     def submit(self, request: Request) -> None:
         """Puts a request at the end of the queue; it is looked at in one of the coming steps.
 
+        Args:
+            request ([`Request`]): what to answer.
+
         Raises:
             ValueError: a request of the same id is waiting or running; their events could not be told apart.
         """
@@ -178,6 +181,9 @@ class ServingLoop:
 
     def cancel(self, id: Hashable) -> bool:
         """Ends a request before the next round, with an event that says so.
+
+        Args:
+            id (`Hashable`): of the request.
 
         Returns:
             `bool`: whether there was such a request. One that ends in the step going on keeps its own last event.

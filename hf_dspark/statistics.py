@@ -91,7 +91,13 @@ class Statistics:
         ]
 
     def count(self, scheduled: int, accepted: int, committed: int) -> None:
-        """Adds one row's round: `scheduled` draft tokens verified, `accepted` of them kept, `committed` tokens out."""
+        """Adds one row's round.
+
+        Args:
+            scheduled (`int`): draft tokens verified.
+            accepted (`int`): how many of them the target agreed with.
+            committed (`int`): tokens the row has grown by.
+        """
         self.cycles += 1
         self.tokens += committed
         self.scheduled += scheduled
@@ -105,7 +111,11 @@ class Statistics:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Adds the seconds spent inside to a phase."""
+        """Adds the seconds spent inside to a phase.
+
+        Args:
+            phase (`str`): a key of `seconds`.
+        """
         if self._device is not None:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record(torch.cuda.current_stream(self._device))
@@ -118,7 +128,11 @@ class Statistics:
         self.seconds[phase] += time.perf_counter() - started
 
     def close(self, seconds: float) -> None:
-        """Ends the account of a call that took `seconds` in all: what no phase claims is `rest`. May be called repeatedly."""
+        """Ends the account of a call: what no phase claims is `rest`. May be called repeatedly.
+
+        Args:
+            seconds (`float`): that the call took in all.
+        """
         for phase, start, end in self._events:
             end.synchronize()
             self.seconds[phase] += start.elapsed_time(end) / 1000  # from milliseconds

@@ -1,18 +1,26 @@
-"""The command line: help for every command, one run of each, and one line where something is wrong. Without `demo`."""
+"""The command line: help for every command, one run of each, and one line where something is wrong.
+
+`inspect` and `convert` run in test_checkpoints.py and test_formats_export.py.
+"""
 
 import json
+import re
 import shutil
 import sys
+from types import NoneType
+from typing import get_args, get_type_hints
 
 import pytest
+from command_lines import joined_lines, parse
 from huggingface_hub import HfApi, ModelCard, RepoUrl
-from tiny import MASK, tiny_drafter, tiny_target
+from tiny import MASK, one_thread, tiny_drafter, tiny_target  # noqa: F401  # autouse
 from tiny_tokenizer import text, tiny_tokenizer
 from typer.testing import CliRunner
 
 from hf_dspark import DSparkDraftModel, LoadProfile, cli
+from hf_dspark.demo import show
 
-COMMANDS = ("demo", "train", "regenerate", "synthesize", "evaluate", "calibrate", "card", "push", "profile")
+COMMANDS = [command.callback.__name__ for command in cli.app.registered_commands]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +61,6 @@ def invoke(*arguments):
 def failure(monkeypatch, capsys, *arguments):
     """The one line that a failing command says."""
     monkeypatch.setattr(sys, "argv", ["hf-dspark", *(str(argument) for argument in arguments)])
-    monkeypatch.delenv("HF_DSPARK_DEBUG", raising=False)
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 1
@@ -62,16 +69,90 @@ def failure(monkeypatch, capsys, *arguments):
     return lines[0].removeprefix("hf-dspark: ")
 
 
+def run_json(*arguments):
+    """What a command prints on stdout with `--json`, which must be JSON and nothing else."""
+    result = CliRunner().invoke(cli.app, [*(str(argument) for argument in arguments), "--json"])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return json.loads(result.stdout)
+
+
 def test_help():
     output = invoke("--help")
-    assert all(command in output for command in COMMANDS)
+    assert all(f"\n  {command} " in output for command in COMMANDS) and "--debug" in output
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command(command):
+    """80 columns, examples that the program itself understands, and the option names that all commands share."""
     output = invoke(command, "--help")
-    assert f"Example: hf-dspark {command} " in output
-    assert "HF_" not in output
+    assert max(map(len, output.splitlines())) <= 80
+    _, found, rest = output.partition("Examples:\n")
+    assert found, "no examples"
+    examples = [line.split("| ")[-1] for line in joined_lines(rest.split("\n\n")[0])]
+    assert {parse(line) for line in examples} == {command}
+    assert "--json " in output
+
+
+def test_an_option_is_of_one_kind_in_all_commands():
+    kinds = {}
+    for command in cli.app.registered_commands:
+        for name, hint in get_type_hints(command.callback).items():
+            kinds.setdefault(name, []).append({*(get_args(hint) or [hint])} - {NoneType})
+    for name in ("target", "max_new_tokens", "batch_size", "top_k", "seed", "output", "count", "json_output"):
+        assert len(kinds[name]) > 1 and all(kind == kinds[name][0] for kind in kinds[name]), name
+    assert len(kinds["json_output"]) == len(COMMANDS)
+
+
+@pytest.fixture
+def tiny_demo(folder, monkeypatch):
+    """The pair that `demo` loads, tiny; its prompts in the words of that target."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    pair = AutoModelForCausalLM.from_pretrained(folder / "target"), AutoTokenizer.from_pretrained(folder / "target")
+    monkeypatch.setattr(show, "load_default", lambda: (*pair, DSparkDraftModel.from_pretrained(folder / "drafter")))
+    monkeypatch.setattr(show, "PROMPTS", tuple(text([7 + n, 30]) for n in range(3)))
+
+
+def test_demo(tiny_demo):
+    printed = invoke("demo", "--max-new-tokens", 8)
+    assert f"> {text([9, 30])}" in printed and "Statistics(tau=" in printed and "All prompts: " in printed
+    assert run_json("demo", "--max-new-tokens", 8)["batches"] == 3
+    assert CliRunner().invoke(cli.app, ["demo", "--max-new-tokens", "0"]).exit_code == 2
+
+
+def test_generate_streams_and_compares(folder):
+    arguments = ["generate", text([12, 8]), *pair_options(folder), "--max-new-tokens", 16]
+    result = CliRunner().invoke(cli.app, [*map(str, arguments), "--plain"])
+    assert result.exit_code == 0, (result.output, result.exception)
+    heading, drafted, plain_heading, plain = result.stdout.splitlines()
+    assert (heading, plain_heading) == ("DSpark:", "plain:") and drafted == plain and drafted.startswith("w")
+    assert re.search(r"DSpark: \d+ tokens in .* tokens/s; tau \d\.\d\d; of \d+ drafted tokens", result.stderr)
+    assert "Texts: same." in result.stderr
+    report = run_json(*arguments, "--plain", "--measure")
+    assert report["text"] == report["plain"]["text"] == drafted.strip() and report["match"] == "same"
+    assert report["tokens"] <= 16 and report["tau"] >= 1 and report["rejected"] <= report["verified"]
+
+
+def test_generate_samples(folder):
+    arguments = ["generate", text([12, 8]), *pair_options(folder), "--max-new-tokens", 12]
+    first, again, other = (run_json(*arguments, "--sample", "--seed", seed)["text"] for seed in (1, 1, 2))
+    assert first == again != other
+    greedy = run_json(*arguments)["text"]
+    for narrow in (("--temperature", 0), ("--top-k", 1), ("--top-p", 0.01)):
+        assert run_json(*arguments, "--sample", *narrow)["text"] == greedy
+    assert run_json(*arguments, "--sample", "--plain")["match"] == "sampled"
+
+
+def test_generate_reads_its_prompt_from_anywhere(folder, tmp_path):
+    (tmp_path / "prompt.txt").write_text(text([12, 8]))
+    options = [*map(str, pair_options(folder)), "--max-new-tokens", "8", "--json"]
+    given = run_json("generate", text([12, 8]), *options[:-1])["text"]
+    assert run_json("generate", "--file", tmp_path / "prompt.txt", *options[:-1])["text"] == given
+    for dash in ([], ["-"]):
+        result = CliRunner().invoke(cli.app, ["generate", *dash, *options], input=text([12, 8]))
+        assert json.loads(result.stdout)["text"] == given
+    raw = run_json("generate", text([12, 8]), "--raw", *options[:-1])["text"]
+    assert raw and raw != given
 
 
 def test_train(folder, answers, tmp_path):
@@ -89,10 +170,11 @@ def test_train(folder, answers, tmp_path):
     assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
 
     again = tmp_path / "again"
-    invoke(
+    report = run_json(
         "train", "--data", answers, "--output", again, "--target", folder / "target", "--drafter", output,
-        "--steps", 1, "--batch-size", 2, "--optimizer", "host",
+        "--steps", 1, "--batch-size", 2, "--optimizer", "host", "--save-every", 1,
     )  # fmt: skip
+    assert report["output"] == str(again) and report["steps"] == 1 and report["tau"] >= 1
     assert DSparkDraftModel.from_pretrained(again).config.markov_head_type == "rnn"
 
 
@@ -105,6 +187,7 @@ def test_regenerate(folder, tmp_path):
     records = [json.loads(line) for line in output.read_text().splitlines()]
     assert [record["temperature"] for record in records] == [1.0] * 12 + [0.0] * 12
     assert all(1 <= len(record["answer_ids"]) <= 5 for record in records)
+    assert run_json(*arguments) == {"output": str(output), "written": 0}
 
 
 def test_synthesize(folder, tmp_path):
@@ -113,14 +196,18 @@ def test_synthesize(folder, tmp_path):
     lines = output.read_text().splitlines()
     assert f"{len(lines)} prompts added to {output}" in printed
     assert all(json.loads(line)["prompt"] for line in lines)
+    report = run_json("synthesize", "--output", output, "--target", folder / "target", "--count", len(lines))
+    assert report["written"] == 0 and report["output"] == str(output)
 
 
 def test_profile(folder, tmp_path):
     output = tmp_path / "load_profile.json"
     arguments = [*pair_options(folder), "--context-length", 16]
     printed = invoke("profile", "--output", output, *arguments)
-    measured = LoadProfile.load(output)
-    milliseconds = json.loads(printed.strip().splitlines()[-1])
+    assert len(re.findall(r"^ +(\d+|draft) +\d+\.\d\d$", printed, flags=re.MULTILINE)) == 15
+    report = run_json("profile", "--output", output, *arguments)
+    measured, milliseconds = LoadProfile.load(output), report["milliseconds"]
+    assert report["draft_milliseconds"] == pytest.approx(1e3 * measured.draft_seconds, abs=0.01)
     assert milliseconds.keys() == {str(size) for size in measured.steps_per_second}
     assert milliseconds["1"] == pytest.approx(1e3 * measured.step_seconds(1), abs=0.01)
     assert measured.draft_seconds > 0
@@ -165,6 +252,9 @@ def test_card(folder, tmp_path):
         "card", "--drafter", drafter, "--base-model", "user/target", "--results", results, "--license", "mit",
         "--dataset", "user/prompts", "--notes", tmp_path / "notes.md",
     )  # fmt: skip
+    assert run_json("card", "--drafter", folder / "drafter", "--base-model", "user/target") == {
+        "output": str(folder / "drafter" / "README.md")
+    }
     card = ModelCard.load(drafter / "README.md")
     assert (card.data.base_model, card.data.license, card.data.datasets) == ("user/target", "mit", ["user/prompts"])
     rows = json.loads(results.read_text())
@@ -199,6 +289,8 @@ def test_push_uploads_what_loads(folder, tmp_path, monkeypatch, capsys):
     (broken / "model.safetensors").write_bytes(b"no")
     assert "model.safetensors" in failure(monkeypatch, capsys, "push", "--drafter", broken, "--repo-id", "user/mine")
     assert len(calls) == 2
+    report = run_json("push", "--drafter", folder / "drafter", "--repo-id", "user/mine", "--private")
+    assert report == {"url": "https://huggingface.co/user/mine"} and calls[2]["private"] is True
 
 
 def test_failures_say_one_line(folder, answers, tmp_path, monkeypatch, capsys):
@@ -220,6 +312,16 @@ def test_failures_say_one_line(folder, answers, tmp_path, monkeypatch, capsys):
     nowhere = tmp_path / "nowhere"
     assert str(nowhere) in fails(*train, "--drafter", nowhere)
     assert str(nowhere) in fails("profile", "--output", output, "--target", target, "--drafter", nowhere)
+    assert f"{bad}, line 1: expected" in fails("evaluate", "--prompts", bad, *pair_options(folder))
+    assert str(nowhere) in fails("calibrate", "--prompts", bad, "--output", nowhere, "--target", target, "--drafter", nowhere)
+    assert "temperature" in fails("synthesize", "--output", output, "--count", 1, "--target", target, "--temperature", 0)
+    card = ("card", "--drafter", folder / "drafter", "--base-model", "user/target")
+    assert f"{bad}: expected the JSON that `hf-dspark evaluate --output` writes" in fails(*card, "--results", bad)
+    assert str(nowhere) in fails("inspect", nowhere)
+    assert "holds something already" in fails("convert", folder / "drafter", folder / "target", "--to", "dflash")
+    assert "the prompt is empty" in fails("generate", " ", *pair_options(folder))
+    assert str(nowhere) in fails("generate", "w7", "--target", target, "--drafter", nowhere)
+    assert str(nowhere) in fails("generate", "--file", nowhere)
     assert not output.exists()
 
 
@@ -230,10 +332,34 @@ def test_options_out_of_range_are_refused(folder, answers, tmp_path):
         assert result.exit_code == 2 and arguments[0] in result.output
 
 
-def test_debug_shows_the_traceback(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DSPARK_DEBUG", "1")
-    command = ["hf-dspark", "regenerate", "--output", "x", "--target", str(folder / "target"), "--prompts", "missing.jsonl"]
-    monkeypatch.setattr(sys, "argv", command)
+def test_generate_refuses_what_contradicts_itself(folder):
+    for arguments, reason in (
+        (["w7", "--temperature", "0.5"], "--temperature needs --sample"),
+        (["w7", "--top-p", "0.5"], "--top-p needs --sample"),
+        (["w7", "--file", "prompt.txt"], "not both"),
+    ):
+        result = CliRunner().invoke(cli.app, ["generate", *arguments])
+        assert result.exit_code == 2 and reason in " ".join(result.output.split())
+
+
+def test_a_target_without_chat_template(folder, tmp_path, monkeypatch, capsys):
+    shutil.copytree(folder / "target", tmp_path / "base")
+    (tmp_path / "base" / "chat_template.jinja").unlink()
+    arguments = ["generate", text([12]), "--target", tmp_path / "base", "--drafter", folder / "drafter"]
+    assert "has no chat template" in failure(monkeypatch, capsys, *arguments)
+    assert run_json(*arguments, "--raw", "--max-new-tokens", 4)["tokens"] <= 4
+
+
+def test_debug_shows_the_traceback(folder, tmp_path, monkeypatch, capsys):
+    command = ["regenerate", "--output", "x", "--target", str(folder / "target"), "--prompts", "missing.jsonl"]
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        cli.main()
+    for place in (0, len(command)):
+        monkeypatch.setattr(sys, "argv", ["hf-dspark", *command[:place], "--debug", *command[place:]])
+        with pytest.raises(FileNotFoundError):
+            cli.main()
+
+
+def test_an_error_that_nobody_expected_is_one_line_too(folder, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "drafter_by_name", lambda *_: 1 / 0)
+    said = failure(monkeypatch, capsys, "push", "--drafter", folder / "drafter", "--repo-id", "user/mine")
+    assert said == "ZeroDivisionError: division by zero (--debug shows where)"

@@ -2,7 +2,9 @@
 
 import json
 import runpy
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,7 +39,10 @@ def run(name, folder, *arguments):
 
 def test_each_names_its_command_and_is_run_here():
     names = sorted(path.stem for path in EXAMPLES.glob("*.py"))
-    assert names == ["batch", "chat_streaming", "load_profile", "quickstart", "train_your_own"]
+    assert names == [
+        "batch", "calibrate", "chat_streaming", "load_profile", "quickstart", "read_hub_drafter", "train_your_own",
+        "write_for_vllm",
+    ]  # fmt: skip
     for name in names:
         source = (EXAMPLES / f"{name}.py").read_text()
         assert f"    python examples/{name}.py" in source and "--target" in source and "--drafter" in source
@@ -80,3 +85,40 @@ def test_train_your_own(folder, capsys, tmp_path):
     trained = DSparkDraftModel.from_pretrained(tmp_path / "mine")
     assert trained.config.block_size == 5 and trained.config.draft_vocab_size == 32
     assert all(torch.isfinite(weight).all() for weight in trained.parameters())
+
+
+def test_calibrate(folder, capsys, tmp_path):
+    prompts = tmp_path / "held_out.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text([7 + n, 30])}) + "\n" for n in range(3)))
+    run("calibrate", folder, "--prompts", prompts, "--max-new-tokens", 16, "--output", tmp_path / "calibrated")
+    assert "greedy, " in capsys.readouterr().out
+    config = DSparkDraftModel.from_pretrained(tmp_path / "calibrated").config
+    assert config.calibration(greedy=True) != config.calibration(greedy=False) != (None, None)
+
+
+def test_read_hub_drafter(folder, capsys):
+    run("read_hub_drafter", folder, "--prompt", PROMPT, "--max-new-tokens", 12)
+    assert "5 tokens a block" in (output := capsys.readouterr().out) and "Statistics(tau=" in output
+
+
+def test_write_for_vllm(folder, capsys, tmp_path):
+    run("write_for_vllm", folder, "--output", tmp_path / "for-vllm")
+    assert f"vllm serve {tmp_path / 'for-vllm'}" in capsys.readouterr().out
+    described = json.loads((tmp_path / "for-vllm" / "config.json").read_text())
+    assert described["speculators_model_type"] == "dspark"
+
+
+def test_pictures_notebook(folder, monkeypatch, tmp_path):
+    """The cells in order, as a kernel would run them; outputs are not kept in the repository."""
+    cells = [cell for cell in json.loads((EXAMPLES / "pictures.ipynb").read_text())["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    shown = []
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(Image=lambda path, width: shown.append(path)))
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    for number, cell in enumerate(cells):
+        exec(compile("".join(cell["source"]), f"pictures.ipynb, cell {number}", "exec"), namespace)
+        if number == 0:  # the settings, made tiny
+            namespace |= {"TARGET": str(folder / "target"), "DRAFTER": str(folder / "drafter"), "MAX_NEW_TOKENS": 8}
+            namespace["PROMPTS"] = {"one": [PROMPT], "two": [text([7, 30])]}
+    assert [path.stem for path in shown] == ["acceptance", "thresholds", "reliability"] and all(map(Path.exists, shown))

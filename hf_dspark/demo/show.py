@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import TextStreamer
 from transformers.utils import logging
 
+from ..answering import answer_prompt
 from ..evaluation.comparison import compare, summarise
 from ..load_profile import LoadProfile
 from . import load_default
@@ -20,11 +20,14 @@ PROMPTS = (
 )
 
 
-def run_demo(max_new_tokens: int = 128) -> None:
+def run_demo(max_new_tokens: int = 128) -> dict[str, Any]:
     """Loads the embedded target and its drafter and shows them at work.
 
     Args:
         max_new_tokens (`int`, defaults to 128): length of each answer, in tokens.
+
+    Returns:
+        `dict`: what [`~hf_dspark.evaluation.summarise`] makes of the comparisons.
     """
     logging.set_verbosity_error()
     print("Loading SmolLM2-135M-Instruct and its drafter ...", flush=True)
@@ -39,11 +42,7 @@ def run_demo(max_new_tokens: int = 128) -> None:
     )
 
     print(f"\n> {PROMPTS[2]}\n")
-    inputs: Any = tokenizer.apply_chat_template(
-        [{"role": "user", "content": PROMPTS[2]}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    )
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    target.generate(**inputs, assistant_model=drafter, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer)
+    answer_prompt(target, tokenizer, drafter, PROMPTS[2], max_new_tokens=max_new_tokens, do_sample=False)
     print(f"\n{drafter.statistics}\n")
 
     print("Plain decoding and DSpark in turn, greedy:\n")
@@ -67,3 +66,4 @@ def run_demo(max_new_tokens: int = 128) -> None:
         + ", ".join(f"{count} {name}" for name, count in total["match"].items())
         + f" ({torch.get_num_threads()} threads)."
     )
+    return total

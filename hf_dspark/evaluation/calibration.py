@@ -47,6 +47,9 @@ class Calibration:
     def save(self, path: str | Path) -> None:
         """Writes SGLang's STS JSON.
 
+        Args:
+            path (`str` or `Path`): file to write; an existing one is replaced.
+
         Raises:
             ValueError: there are offsets, which that file cannot say.
         """
@@ -58,6 +61,9 @@ class Calibration:
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
         """Reads SGLang's STS JSON; fields other than the temperatures may be missing.
+
+        Args:
+            path (`str` or `Path`): file to read.
 
         Raises:
             ValueError: the file is no such JSON, or its temperatures are not positive numbers.

@@ -128,7 +128,15 @@ def compare(
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | list[dict[str, str]]]) -> BatchEncoding:
-    """User turns, or conversations that end with one, as a left-padded batch that waits for the answers."""
+    """Renders prompts as a left-padded batch that waits for the answers.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): with a chat template.
+        prompts (sequence of `str` or `list[dict]`): R user turns, or conversations that end with one.
+
+    Returns:
+        `BatchEncoding`: `input_ids` and `attention_mask`, `torch.LongTensor`s of shape `(R, P)`.
+    """
     texts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,

@@ -35,7 +35,14 @@ class Block:
 
 @contextmanager
 def recorded_blocks(drafter: DSparkDraftModel) -> Iterator[list[Block]]:
-    """Within this context every draft is verified to its end, and entered in the list that the context gives."""
+    """Within this context every draft is verified to its end, and entered in the list that the context gives.
+
+    Args:
+        drafter ([`DSparkDraftModel`]): its `scheduling` and `on_round` are put back afterwards.
+
+    Yields:
+        `list` of [`Block`]: empty at first.
+    """
     blocks: list[Block] = []
 
     def record(one: Round) -> None:

@@ -126,7 +126,15 @@ class DSparkTrainer(Trainer):
         return (output.loss, {}) if return_outputs else output.loss
 
     def block_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> LossOutput:
-        """Target forward, draft forward over all blocks, and the loss of a batch."""
+        """Target forward, draft forward over all blocks, and the loss of a batch.
+
+        Args:
+            model (`nn.Module`): the drafter, as the host has wrapped it.
+            inputs (`dict[str, torch.Tensor]`): from [`~hf_dspark.training.data.collate`].
+
+        Returns:
+            [`LossOutput`]: the loss, and what is logged.
+        """
         drafter: DSparkDraftModel = self.accelerator.unwrap_model(model)
         config, args = drafter.config, self.args
         input_ids, loss_mask = inputs["input_ids"], inputs["loss_mask"]
