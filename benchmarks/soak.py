@@ -6,7 +6,8 @@ A tiny target and drafter serve random arrivals in waves, so that the queue fill
 they consume tokens; requests are too long, hold foreign tokens, or run into NaN: one token of the target has an embedding of
 NaN, and whoever writes it, or has it in the prompt, must fail behind it, and nobody else. Mode and load of the drafter change
 on the way, and now and then a `generate` of the same pair, with a streamer that raises, comes in between. Every greedy answer,
-and every sampled one with `top_k=1`, must be what plain `generate` writes for that prompt alone. The last line of stdout is JSON.
+and every sampled one with `top_k=1`, must be what plain `generate` writes for that prompt alone. The last line of stdout is
+JSON.
 
 `--duty 0.25` takes a quarter of one core and leaves the rest to others. Exits with 1 when anything was lost, mixed up or failed
 without a reason, or when memory grew.
@@ -251,6 +252,7 @@ def run_soak(
     prompts: int = 200,
     duty: float = 1.0,
     seed: int = 0,
+    most_steps: int | None = None,
     progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Soaks for so long, then lets what is open end.
@@ -261,6 +263,7 @@ def run_soak(
         prompts (`int`, defaults to 200): different ones.
         duty (`float`, defaults to 1.0): largest share of one processor core to use; the rest is slept.
         seed (`int`, defaults to 0): of everything random.
+        most_steps (`int`, *optional*): steps after which arrivals end in any case.
         progress (callable, *optional*): gets the report so far, about a hundred times.
 
     Returns:
@@ -300,7 +303,7 @@ def run_soak(
             "problems": problems[:20],
         }
 
-    while time.monotonic() - started < seconds:
+    while time.monotonic() - started < seconds and (most_steps is None or steps < most_steps):
         before = time.process_time()
         soak.step(steps)
         steps += 1
