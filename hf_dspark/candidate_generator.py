@@ -99,6 +99,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._projected = 0
         self._first_slot = 0  # of the first context row; earlier ones were in a cache passed in
         self._drafted = False  # whether the latest round had a draft
+        self._spent: tuple[float, float] | None = None  # of drafting and verification up to the latest round
         self._scheduled = 0  # its length, while the host's own loop verifies it
         self._older_confidence: list[Tensor] = []  # two_step: confidences of the two latest rounds
 
@@ -410,24 +411,19 @@ class DSparkCandidateGenerator(CandidateGenerator):
         # A token without room brings nothing, and must not take the place of another row's.
         places = torch.arange(confidence.shape[1])
         confidence = confidence.cpu().masked_fill(places >= room[:, None], 0.0)
-        if self.mode == "threshold":
-            lengths = scheduling.threshold(confidence, drafter.confidence_threshold, on=drafter.threshold_on)
-        elif self.mode == "early_stop":
-            lengths = scheduling.early_stop(confidence, profile)
-        elif self.mode == "two_step":
-            # The capacity comes from two rounds ago, so it cannot know this round's tokens.
-            older, self._older_confidence = self._older_confidence, [*self._older_confidence[-1:], confidence]
-            if len(older) < 2:
-                return room
-            lengths = scheduling.within_capacity(confidence, scheduling.capacity(older[0], profile))
-        else:
-            lengths = scheduling.global_search(confidence, profile)
+        older = None
+        if self.mode == "two_step":
+            rounds, self._older_confidence = self._older_confidence, [*self._older_confidence[-1:], confidence]
+            older = rounds[0] if len(rounds) == 2 else None
+        lengths = scheduling.schedule(
+            self.mode, confidence, profile, older, drafter.confidence_threshold, on=drafter.threshold_on
+        )
         lengths = lengths.minimum(room)
         self._promised = float((scheduling.survival(confidence) * (places < lengths[:, None])).sum())
         return lengths
 
     def book(self, scheduled: list[int], accepted: list[int], committed: list[int | None]) -> None:
-        """Enters a verified round in the statistics and in the account of whether drafting pays.
+        """Enters a verified round in the statistics, in a live load profile and in the account of whether drafting pays.
 
         Args:
             scheduled (list of R `int`s): draft tokens of each row that were verified.
@@ -438,10 +434,21 @@ class DSparkCandidateGenerator(CandidateGenerator):
         for verified, agreed, new in zip(scheduled, accepted, committed, strict=True):
             if new is not None:
                 self.statistics.count(verified, agreed, new)
+        self._feed_profile(len(scheduled), sum(scheduled))
         if self._drafted and self.profitability is not None:
             self.profitability.record(
                 len(scheduled), sum(scheduled), sum(accepted), sum(new or 0 for new in committed), self._promised
             )
+
+    def _feed_profile(self, rows: int, verified: int) -> None:
+        """Tells a live load profile what the round took; the first one, whose beginning nobody has noted, is left out."""
+        profile, before, self._spent = self.drafter.load_profile, self._spent, None
+        if profile is None or not profile.is_live:
+            return
+        self._spent = self.statistics.spent("draft", "head"), self.statistics.spent("verify")
+        if before is not None:
+            drafting, verifying = (now - then for now, then in zip(self._spent, before, strict=True))
+            profile.record(rows + verified, rows, verifying, drafting if self._drafted else None)
 
     # ---- the host's own loop ----
 

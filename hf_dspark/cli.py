@@ -581,6 +581,7 @@ def profile(
         str | None, typer.Option(help="Drafter whose draft time to measure too: a folder, a repo id, or 'default'.")
     ] = None,
     context_length: Annotated[int, typer.Option(min=1, help="Cached tokens behind which to measure.")] = 256,
+    live: Annotated[bool, typer.Option("--live", help="Let the rounds decoded with it correct it.")] = False,
     json_output: JsonOutput = False,
 ) -> None:
     """Measure what a forward of the target costs here.
@@ -597,6 +598,7 @@ def profile(
     model, _ = target_by_name(target)
     draft_model = None if drafter is None else drafter_by_name(drafter, model)
     measured = LoadProfile.measure(model, draft_model, context_length=context_length)
+    measured = measured.live() if live else measured
     measured.save(output)
     milliseconds = {str(size): round(1e3 / rate, 2) for size, rate in measured.steps_per_second.items()}
     if json_output:
@@ -609,6 +611,107 @@ def profile(
     if draft_model is not None:
         print(f" draft {1e3 * measured.draft_seconds:>8.2f}")
     print(f"Profile saved to {output}.")
+
+
+@app.command()
+def simulate(
+    traces: Annotated[Path, typer.Option(help="JSONL of recorded drafts; with --prompts it is written first.")],
+    profile: Annotated[Path, typer.Option(help="Load profile of the machine: of `hf-dspark profile`, or SGLang's.")],
+    prompts: Annotated[
+        list[Path] | None, typer.Option(help="JSONL of prompts, or a folder of such, to record traces on; may be repeated.")
+    ] = None,
+    target: Target = "default",
+    drafter: Drafter = "default",
+    count: Count = None,
+    max_new_tokens: AnswerTokens = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of the recording; 0 is greedy.")] = 0.0,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(min=1, help="Concurrent requests; may be repeated. 1, 2, 4, ... 256 when not given.")
+    ] = None,
+    fixed: Annotated[list[int] | None, typer.Option(min=1, help="Fixed draft lengths; all when not given.")] = None,
+    threshold: Annotated[float, typer.Option(min=0.0, max=1.0, help="Static threshold on each confidence.")] = 0.5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each simulated server.")] = 300,
+    output: Annotated[Path | None, typer.Option(help="JSON file for the results.")] = None,
+    pictures: Annotated[Path | None, typer.Option(help="Folder for pictures.")] = None,
+    json_output: JsonOutput = False,
+) -> None:
+    """Simulate serving many requests from recorded drafts: throughput, speed of one user, verification budget.
+
+    \b
+    Examples:
+      hf-dspark simulate --prompts prompts.jsonl --traces traces.jsonl \\
+        --profile load_profile.json --pictures pictures
+      hf-dspark simulate --traces traces.jsonl --profile gpu.json --concurrency 256
+    """
+    from .evaluation import draw_simulation, read_prompt_sets
+    from .formats.files import write_text
+    from .load_profile import LoadProfile
+    from .simulation import policies, read_traces, record_traces, sweep, write_traces
+
+    curve = LoadProfile.load(profile)
+    if prompts:
+        model, tokenizer = target_by_name(target)
+        options = next(iter(_settings([temperature]).values()))
+        conversations = [prompt for texts in read_prompt_sets(prompts, count).values() for prompt in texts]
+        draft_model = drafter_by_name(drafter, model)
+        write_traces(
+            record_traces(model, tokenizer, draft_model, conversations, max_new_tokens=max_new_tokens, **options), traces
+        )
+    recorded = read_traces(traces)
+    longest = max(len(block.confidence) for trace in recorded for block in trace.blocks)
+    named = policies(longest, fixed or (), threshold)
+    counts = sorted(set(concurrency or [2**n for n in range(9)]))
+    results = sweep(recorded, curve, counts, named, rounds)
+    if output is not None:
+        write_text(output, json.dumps(results, indent=1) + "\n")
+    paths = [] if pictures is None else draw_simulation(results, pictures)
+    if json_output:
+        print(json.dumps(results))
+        return
+    print("tokens per second, all users (of one user; verified draft tokens per request and round)")
+    for name in named:
+        print(name)
+        for row in results:
+            if row["policy"] == name:
+                print(f"{row['concurrency']:>6} {row['throughput']:>10.1f} ({row['user_speed']:.1f}; {row['budget']:.2f})")
+    for path in paths:
+        print(path)
+
+
+@app.command()
+def doctor(
+    target: Target = "default",
+    drafter: Drafter = "default",
+    prompts: Annotated[
+        list[Path] | None, typer.Option(help="JSONL of prompts, or a folder of such; a few built-in ones when not given.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="Prompts of each file.")] = 4,
+    max_new_tokens: AnswerTokens = 64,
+    profile: Annotated[Path | None, typer.Option(help="Load profile to go by; measured when not given.")] = None,
+    packed: Annotated[bool, typer.Option("--packed", help="Examine the target with packed linear layers.")] = False,
+    json_output: JsonOutput = False,
+) -> None:
+    """Say where the time goes, what drafts must bring to pay on this machine, and what would help.
+
+    \b
+    Examples:
+      hf-dspark doctor
+      hf-dspark doctor --target my-target --drafter my-drafter --packed
+    """
+    from .demo.show import PROMPTS
+    from .doctor import describe, examine
+    from .evaluation import read_prompt_sets
+    from .load_profile import LoadProfile
+    from .packing import pack_linears
+
+    model, tokenizer = target_by_name(target)
+    draft_model = drafter_by_name(drafter, model)
+    if packed:
+        pack_linears(model)
+    texts = [prompt for found in read_prompt_sets(prompts, count).values() for prompt in found] if prompts else PROMPTS
+    curve = None if profile is None else LoadProfile.load(profile)
+    report = examine(model, tokenizer, draft_model, texts, max_new_tokens=max_new_tokens, profile=curve)
+    print(json.dumps(report) if json_output else describe(report))
 
 
 @app.command()

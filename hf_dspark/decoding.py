@@ -94,7 +94,8 @@ def dspark_decoding(
         generator.book(outcome.lengths, outcome.accepted, committed)
         _report(drafter, rows, running, outcome, committed)
         if rows.active:
-            batch.observe(outcome)
+            with statistics.timed("draft"):
+                batch.observe(outcome)
 
     rows.finish()
     forward.hand_back(rows.padded(), [len(ids) for ids in rows.sequences])

@@ -7,7 +7,8 @@ stairs, some with a step that leads down, so they are kept exactly as measured: 
 
 Between two measured sizes the *seconds* are interpolated, because costs add up in seconds and not in rates. Drafting
 costs its seconds in every round. The load, the number of requests alike that share the machine, is part of the profile
-too: what pays for one request may not pay for sixty-four, and `with_load` asks that question of the same curve.
+too: what pays for one request may not pay for sixty-four, and `with_load` asks that question of the same curve. `live`
+lets the rounds correct it, so that the budget breathes with what else the machine does.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from torch import Tensor
 
 from .cache import SlotCache
 from .formats.files import write_text
+from .live_correction import LiveCorrection
+from .machine import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,6 +56,9 @@ class LoadProfile:
             never downwards; `"floor"` stays level. Below the smallest size both give its seconds.
         request_seconds (`dict[int, float]`, *optional*): seconds to add to a step for the number of requests in it,
             whatever their tokens, by that number; interpolated, level outside. Nothing if left out.
+        measured_on (`dict[str, str]`, *optional*): on what it was measured, see [`~hf_dspark.machine.fingerprint`], and
+            behind how long a context; empty for a curve from elsewhere.
+        is_live (`bool`, defaults to `False`): whether rounds that are over correct the times; see [`~LoadProfile.live`].
 
     Raises:
         ValueError: a field is empty, of the wrong type or out of its range.
@@ -63,11 +69,14 @@ class LoadProfile:
     concurrent_requests: int | Callable[[], int] = 1
     interpolation: str = "linear"
     request_seconds: dict[int, float] = field(default_factory=dict)
+    measured_on: dict[str, str] = field(default_factory=dict)
+    is_live: bool = False
 
     # The curve, three float64 tensors (number of points,): slope i holds between point i and the next.
     _sizes: Tensor = field(init=False, repr=False, compare=False)
     _seconds: Tensor = field(init=False, repr=False, compare=False)
     _slopes: Tensor = field(init=False, repr=False, compare=False)
+    _correction: LiveCorrection | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.steps_per_second == {}:
@@ -80,6 +89,10 @@ class LoadProfile:
             load = _size("concurrent_requests", load)
         if self.interpolation not in ("linear", "floor"):
             raise ValueError(f"`interpolation` must be 'linear' or 'floor', got {self.interpolation!r}. Name either.")
+        if not isinstance(self.measured_on, dict) or not all(isinstance(value, str) for value in self.measured_on.values()):
+            raise ValueError(f"`measured_on` must be a dict of strings, got {self.measured_on!r}. Leave it out.")
+        if not isinstance(self.is_live, bool):
+            raise ValueError(f"`is_live` must be True or False, got {self.is_live!r}. Leave it out.")
         if 1 / max(steps.values()) + min(extra.values(), default=0.0) <= 0:
             raise ValueError(
                 f"`request_seconds` must leave every step longer than 0 s, got {min(extra.values())} s for a step of "
@@ -99,6 +112,7 @@ class LoadProfile:
             ("_sizes", sizes),
             ("_seconds", seconds),
             ("_slopes", slopes),
+            ("_correction", LiveCorrection(list(steps), draft_seconds) if self.is_live else None),
         ):
             object.__setattr__(self, name, value)  # the dataclass is frozen
 
@@ -125,7 +139,20 @@ class LoadProfile:
         if self.request_seconds:
             count = self.requests() if requests is None else requests
             seconds += float(np.interp(count, list(self.request_seconds), list(self.request_seconds.values())))
+        if self._correction is not None:
+            seconds = seconds * torch.from_numpy(np.asarray(self._correction.factor(tokens.numpy())))
         return seconds.to(batch_tokens.device) if isinstance(batch_tokens, Tensor) else seconds.item()
+
+    @overload
+    def round_seconds(self, batch_tokens: int, requests: int | None = None) -> float: ...
+
+    @overload
+    def round_seconds(self, batch_tokens: Tensor, requests: int | None = None) -> Tensor: ...
+
+    def round_seconds(self, batch_tokens: int | Tensor, requests: int | None = None) -> float | Tensor:
+        """Seconds of a round with a draft: those of [`~LoadProfile.step_seconds`], and the drafting."""
+        drafting = self.draft_seconds if self._correction is None else self._correction.draft_seconds
+        return drafting + self.step_seconds(batch_tokens, requests)
 
     def requests(self) -> int:
         """Requests alike that share the machine now.
@@ -144,12 +171,59 @@ class LoadProfile:
             concurrent_requests (`int` or `Callable[[], int]`): requests alike that share the machine, at least 1.
 
         Returns:
-            `LoadProfile`: a new profile; this one is unchanged.
+            `LoadProfile`: a new profile; this one is unchanged. A live one shares what the rounds have told so far.
 
         Raises:
             ValueError: `concurrent_requests` is less than 1 or not an integer.
         """
-        return replace(self, concurrent_requests=concurrent_requests)
+        profile = replace(self, concurrent_requests=concurrent_requests)
+        object.__setattr__(profile, "_correction", self._correction)  # it is the same machine
+        return profile
+
+    def live(self) -> LoadProfile:
+        """The same profile, corrected from now on by the rounds that are decoded with it.
+
+        The curve keeps its shape and gets factors, see [`~hf_dspark.live_correction`]. The loops of `generate` and of
+        [`ServingLoop`] enter every round that is over. What is saved is the measured curve and that it was live.
+
+        Returns:
+            `LoadProfile`: a new profile that has seen no round; this one is unchanged.
+        """
+        return replace(self, is_live=True)
+
+    def record(self, batch_tokens: int, requests: int, step_seconds: float, draft_seconds: float | None = None) -> None:
+        """Enters a round that is over; only a live profile learns from it.
+
+        Args:
+            batch_tokens (`int`): tokens B of its forward, over all requests.
+            requests (`int`): requests in it.
+            step_seconds (`float`): what the forward took; 0 where it was not timed, which is left out.
+            draft_seconds (`float`, *optional*): what drafting took, if there was a draft.
+        """
+        if self._correction is None:
+            return
+        if step_seconds > 0:
+            expected = self.step_seconds(batch_tokens, requests)
+            self._correction.record_step(batch_tokens, step_seconds, expected)
+        if draft_seconds is not None and draft_seconds > 0:
+            self._correction.record_draft(draft_seconds)
+
+    def differences(self, target: PreTrainedModel) -> dict[str, tuple[str, str]]:
+        """In what the target and the machine at hand differ from those that were measured.
+
+        Args:
+            target (`PreTrainedModel`): as it will serve.
+
+        Returns:
+            `dict[str, tuple[str, str]]`: measured and present value, by what it is of; empty where all is alike, and for a
+            profile that does not say what it was measured on.
+        """
+        here = fingerprint(target) if self.measured_on else {}
+        return {
+            name: (self.measured_on.get(name, "unknown"), value)
+            for name, value in here.items()
+            if self.measured_on.get(name) != value
+        }
 
     @property
     def is_flat(self) -> bool:
@@ -216,8 +290,9 @@ class LoadProfile:
                 target(input_ids=tokens[:, context : context + size], cache=cache)
                 times[size].append(_clock(device) - start)
         steps = {size: 1 / median(seconds[1:]) for size, seconds in times.items()}  # the first pass warmed up
+        measured_on = fingerprint(target) | {"layout": "one row", "context_length": str(context)}
         if drafter is None:
-            return cls(steps)
+            return cls(steps, measured_on=measured_on)
 
         prompt = tokens[:, :context]
         draft_model: Any = drafter
@@ -235,7 +310,7 @@ class LoadProfile:
         finally:
             draft_model.scheduling = mode
         counts = draft_model.statistics
-        return cls(steps, (counts.seconds["draft"] + counts.seconds["head"]) / counts.drafts)
+        return cls(steps, (counts.seconds["draft"] + counts.seconds["head"]) / counts.drafts, measured_on=measured_on)
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the profile as JSON: completely, or not at all.
@@ -255,6 +330,8 @@ class LoadProfile:
             "concurrent_requests": self.requests(),
             "interpolation": self.interpolation,
             "request_seconds": self.request_seconds,
+            "measured_on": self.measured_on,
+            "is_live": self.is_live,
         }
         write_text(Path(path), json.dumps(content, indent=2) + "\n")
 

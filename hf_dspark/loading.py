@@ -57,4 +57,7 @@ def drafter_by_name(name: str | os.PathLike = "default", target: PreTrainedModel
     folder = DRAFTER_FOLDER if name == "default" else name
     if target is None:
         return DSparkDraftModel.from_pretrained(folder)
-    return DSparkDraftModel.from_pretrained(folder, dtype=target.dtype).to(target.device)
+    drafter = DSparkDraftModel.from_pretrained(folder, dtype=target.dtype).to(target.device)
+    if name == "default":  # its profile may be of another machine: better than none, and soon corrected
+        drafter.load_profile = drafter.load_profile.live()
+    return drafter

@@ -150,7 +150,8 @@ class DSparkDraftModel(DSparkPreTrainedModel):
 
     Attributes:
         load_profile ([`LoadProfile`], *optional*): what a forward of the target costs here, and the load to plan for. Without
-            one every drafted token is verified. Saved and loaded with the checkpoint.
+            one every drafted token is verified. Saved and loaded with the checkpoint; one that was measured on another
+            machine or target is then not used unless it is set anew.
         scheduling (`str`, *optional*): `"full"`, `"threshold"`, `"early_stop"`, `"two_step"`, `"presampled"`, or `None`
             (default) for the best exact one: a search with fresh confidences in greedy decoding, `"presampled"` in sampling.
         confidence_threshold (`float`, defaults to 0.5): for `scheduling="threshold"`.
@@ -178,6 +179,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
         self.gradient_checkpointing = False
         self.load_profile: LoadProfile | None = None
+        self._profile_along: LoadProfile | None = None  # that was loaded with the checkpoint
         self.scheduling: str | None = None
         self.confidence_threshold = 0.5
         self.threshold_on = "conditional"
@@ -280,7 +282,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         model.name_or_path = model.config.name_or_path = str(pretrained_model_name_or_path)
         model._target_copies = find_target_copies(folder, variant)
         if (folder / LOAD_PROFILE_NAME).is_file():
-            model.load_profile = LoadProfile.load(folder / LOAD_PROFILE_NAME)
+            model.load_profile = model._profile_along = LoadProfile.load(folder / LOAD_PROFILE_NAME)
         return (model, info) if with_info else model
 
     def save_pretrained(  # type: ignore[override]  # the host's further arguments are named ones, in kwargs
@@ -340,6 +342,20 @@ class DSparkDraftModel(DSparkPreTrainedModel):
                 self._target_copies.compare(target, self.draft_token_ids)
             # Not a submodule: neither state_dict nor .to() must ever reach the target through the drafter.
             object.__setattr__(self, "_target", bound)
+            self._set_aside_foreign_profile(target)
+
+    def _set_aside_foreign_profile(self, target: PreTrainedModel) -> None:
+        """A profile that only came along with the checkpoint must be of this machine and target; one that was set need not."""
+        profile = self.load_profile
+        if profile is None or profile is not self._profile_along or not (differences := profile.differences(target)):
+            return
+        self.load_profile = None
+        logger.warning(
+            "The load profile that came with the drafter was measured on something else and is not used: "
+            + "; ".join(f"{name} {there!r} there, {here!r} here" for name, (there, here) in differences.items())
+            + ". Measure with `drafter.load_profile = LoadProfile.measure(target, drafter)`, or ask for it: "
+            "`drafter.load_profile = LoadProfile.load(path)`, with `.live()` behind it to let the rounds correct it."
+        )
 
     @property
     def bound_target(self) -> _BoundTarget:

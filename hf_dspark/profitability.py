@@ -62,8 +62,8 @@ class Profitability:
             return
         requests = max(self._profile.requests(), rows)
         load = requests / rows  # the other requests are taken to be like these rows
-        step, plain = (self._profile.step_seconds(round(load * tokens), requests) for tokens in (rows + verified, rows))
-        seconds = self._profile.draft_seconds + step
+        seconds = self._profile.round_seconds(round(load * (rows + verified)), requests)
+        plain = self._profile.step_seconds(round(load * rows), requests)
         self._tokens = _MEMORY * self._tokens + committed
         self._seconds = _MEMORY * self._seconds + seconds
         # What plain decoding would have brought in the same time.

@@ -19,6 +19,39 @@ from torch import Tensor
 
 from .load_profile import LoadProfile
 
+_GUESS = 0.8  # confidence in a draft token of which nothing is known
+
+
+def schedule(
+    mode: str,
+    confidence: Tensor,
+    profile: LoadProfile | None,
+    older: Tensor | None = None,
+    value: float = 0.5,
+    on: str = "conditional",
+) -> Tensor:
+    """Lengths by the rule of a mode.
+
+    Args:
+        mode (`str`): `"threshold"`, `"early_stop"`, `"two_step"`, or any other name for the global search.
+        confidence (`torch.FloatTensor` of shape `(R, K)`): of this round.
+        profile ([`LoadProfile`]): step and drafting times, and the load; a threshold reads none.
+        older (`torch.FloatTensor` of shape `(R, K)`, *optional*): of two rounds ago, for `"two_step"`: the capacity that
+            comes from it cannot know this round's tokens. In the first rounds there is none, and a fixed guess stands in.
+        value, on: of [`threshold`].
+
+    Returns:
+        `torch.LongTensor` of shape `(R,)`: lengths in 0..K.
+    """
+    if mode == "threshold":
+        return threshold(confidence, value, on)
+    if mode == "early_stop":
+        return early_stop(confidence, profile)
+    if mode == "two_step":
+        older = torch.full_like(confidence, _GUESS) if older is None else older
+        return within_capacity(confidence, capacity(older, profile))
+    return global_search(confidence, profile)
+
 
 def survival(confidence: Tensor) -> Tensor:
     """Chance that each draft token and all before it are accepted, a_j = ∏_{i≤j} c_i.
@@ -159,4 +192,4 @@ def _theta(gained: Tensor, admitted: Tensor, rows: int, profile: LoadProfile) ->
     requests = max(profile.requests(), rows)
     scale = requests / rows  # the other requests are taken to be like these rows
     tokens = (scale * (rows + admitted).double()).round().long()
-    return scale * (rows + gained) / (profile.draft_seconds + profile.step_seconds(tokens, requests))
+    return scale * (rows + gained) / profile.round_seconds(tokens, requests)

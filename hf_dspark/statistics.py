@@ -54,8 +54,8 @@ class Statistics:
         scheduled_per_position (`list[int]`): K counts of scheduled tokens by position in the block.
         reached_per_position (`list[int]`): how often the target judged position k: all before it had been accepted.
         accepted_per_position (`list[int]`): how often it agreed.
-        seconds (`dict[str, float]`): time in `prefill`, `draft` (drafter forward), `head` (sequential stage), `schedule`,
-            `verify` (target forward) and `rest`.
+        seconds (`dict[str, float]`): time in `prefill`, `draft` (drafter forward and its context), `head` (sequential stage),
+            `schedule`, `verify` (target forward) and `rest`.
     """
 
     def __init__(self, num_draft_tokens: int, device: torch.device | None = None):
@@ -127,16 +127,25 @@ class Statistics:
         yield
         self.seconds[phase] += time.perf_counter() - started
 
+    def spent(self, *phases: str) -> float:
+        """Seconds of some phases so far; on a CUDA device it waits for what has been timed.
+
+        Args:
+            phases (`str`): names of phases.
+        """
+        for phase, start, end in self._events:
+            end.synchronize()
+            self.seconds[phase] += start.elapsed_time(end) / 1000  # from milliseconds
+        self._events.clear()
+        return sum(self.seconds[phase] for phase in phases)
+
     def close(self, seconds: float) -> None:
         """Ends the account of a call: what no phase claims is `rest`. May be called repeatedly.
 
         Args:
             seconds (`float`): that the call took in all.
         """
-        for phase, start, end in self._events:
-            end.synchronize()
-            self.seconds[phase] += start.elapsed_time(end) / 1000  # from milliseconds
-        self._events.clear()
+        self.spent()
         self.seconds["rest"] = 0.0
         self.seconds["rest"] = max(0.0, seconds - sum(self.seconds.values()))
 

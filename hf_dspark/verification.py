@@ -47,7 +47,7 @@ def accept_sampled(
         after a rejection and from the target when every judged token was kept.
     """
     rows = torch.arange(len(lengths), device=draft_tokens.device)
-    draft_index = draft_tokens if token_ids is None else torch.searchsorted(token_ids, draft_tokens)
+    draft_index = draft_tokens if token_ids is None else torch.searchsorted(token_ids, draft_tokens.contiguous())
     q = draft_logits.log_softmax(-1).gather(2, draft_index[..., None])[..., 0].exp()  # (R, L)
     p = target_logits[:, :-1].log_softmax(-1).gather(2, draft_tokens[..., None])[..., 0].exp()
     # u·q < p is u < p/q without the division: a q of 0 cannot have been drawn, a p of 0 is never accepted.

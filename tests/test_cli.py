@@ -213,6 +213,31 @@ def test_profile(folder, tmp_path):
     assert measured.draft_seconds > 0
 
 
+def test_simulate(folder, tmp_path):
+    LoadProfile({1: 50.0, 2: 49.0, 64: 20.0}, draft_seconds=0.002).save(tmp_path / "profile.json")
+    traces = tmp_path / "traces.jsonl"
+    arguments = ["simulate", "--traces", traces, "--profile", tmp_path / "profile.json", "--concurrency", 4, "--fixed", 3]
+    recording = ["--prompts", folder / "prompts.jsonl", "--count", 3, "--max-new-tokens", 20, *pair_options(folder)]
+    printed = invoke(*arguments, *recording, "--rounds", 30, "--pictures", tmp_path / "pictures")
+    policies = ["plain", "fixed 3", "threshold 0.5", "early_stop", "two_step", "presampled"]
+    assert [line for line in printed.splitlines() if line in policies] == policies
+    assert len(traces.read_text().splitlines()) == 3
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"throughput.png", "budget.png"}
+    results = json.loads(invoke(*arguments, "--rounds", 30, "--json", "--output", tmp_path / "results.json"))
+    assert results == json.loads((tmp_path / "results.json").read_text())
+    assert [(row["policy"], row["concurrency"]) for row in results] == [(policy, 4) for policy in policies]
+
+
+def test_doctor(folder, tmp_path):
+    LoadProfile({1: 50.0, 2: 49.0, 64: 20.0}, draft_seconds=0.002).save(tmp_path / "profile.json")
+    arguments = ["doctor", *pair_options(folder), "--prompts", folder / "prompts.jsonl", "--count", 2]
+    arguments += ["--max-new-tokens", 16, "--profile", tmp_path / "profile.json"]
+    printed = invoke(*arguments)
+    assert printed.startswith("Time: prefill ") and "- The drafter has no load profile" in printed
+    report = json.loads(invoke(*arguments, "--json"))
+    assert len(report["lengths"]) == 5 and "no profile" in {finding["name"] for finding in report["findings"]}
+
+
 def test_evaluate(folder, tmp_path):
     arguments = ["evaluate", "--prompts", folder / "prompts.jsonl", *pair_options(folder)]
     arguments += ["--count", 3, "--max-new-tokens", 12, "--output", tmp_path / "results.json"]

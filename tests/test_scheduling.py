@@ -15,6 +15,7 @@ from hf_dspark.scheduling import (
     early_stop,
     expected_throughput,
     global_search,
+    schedule,
     survival,
     threshold,
     within_capacity,
@@ -213,6 +214,22 @@ def test_global_search_goes_past_a_bad_step_of_a_measured_curve():
     assert lengths_of(early_stop(confidence, profile)) == [0]  # 1.6 tokens in 91 ms are fewer than 1 in 53
     assert lengths_of(global_search(confidence, profile)) == [7]  # but 2.46 in 91 ms are more
     assert capacity(confidence, profile) == 7
+
+
+def test_lengths_are_rounded_up_to_a_cheaper_batch():
+    """Where four tokens take less time than two, hopeless ones are verified along: they cost less than nothing."""
+    profile = profile_of({1: 0.05, 2: 0.09, 3: 0.1, 4: 0.06, 5: 0.09})
+    for hope in (0.01, 0.0):
+        confidence = torch.tensor([[0.6, hope, hope, hope]])
+        assert lengths_of(global_search(confidence, profile)) == [3]
+        assert lengths_of(early_stop(confidence, profile)) == [0]  # which cannot look past the bad step
+        assert capacity(confidence, profile) == 3
+        assert lengths_of(within_capacity(confidence, 3)) == [3]
+    # Over rows: three rows of one token each fill a batch of four sooner than they leave it at three.
+    stairs = profile_of({3: 0.1, 4: 0.14, 5: 0.14, 6: 0.11, 7: 0.2})
+    confidence = torch.tensor([[0.9, 0.01], [0.05, 0.01], [0.04, 0.01]])
+    assert lengths_of(global_search(confidence, stairs)) == [1, 1, 1]
+    assert lengths_of(schedule("two_step", confidence, stairs, older=confidence)) == [1, 1, 1]
 
 
 # Two steps

@@ -44,6 +44,7 @@ def load_default(
 
     model, tokenizer = load_target(dtype)
     drafter = DSparkDraftModel.from_pretrained(DRAFTER_FOLDER, dtype=dtype).eval()
+    drafter.load_profile = drafter.load_profile.live()  # of another machine, perhaps: better than none, and soon corrected
     if dtype == torch.float32 and torch.backends.mkldnn.is_available():
         pack_linears(drafter, drafter.config.num_draft_tokens)
     return model, tokenizer, drafter

@@ -2,7 +2,7 @@
 
 from .calibration import Calibration, fit_calibration, set_calibration
 from .comparison import Comparison, compare, encode_prompts, first_difference, match_texts, summarise
-from .pictures import draw_evaluation
+from .pictures import draw_evaluation, draw_simulation
 from .reliability import Block, expected_calibration_error, recorded_blocks, reliability, threshold_sweep
 from .rollouts import SETTINGS, evaluate, read_prompt_sets, roll_out
 
@@ -13,6 +13,7 @@ __all__ = [
     "Comparison",
     "compare",
     "draw_evaluation",
+    "draw_simulation",
     "encode_prompts",
     "evaluate",
     "expected_calibration_error",

@@ -1,4 +1,4 @@
-"""Pictures of an evaluation: acceptance along the block, static thresholds, promises and what became of them."""
+"""Pictures of an evaluation: acceptance along the block, static thresholds, promises kept; and of a simulated server."""
 
 from __future__ import annotations
 
@@ -71,4 +71,44 @@ def draw_evaluation(results: Sequence[dict[str, Any]], folder: str | Path) -> li
     if any(row["thresholds"] for row in results):
         panels("Static thresholds on each confidence", "thresholds", sweep, "verified tokens per block", "τ")
         panels("Survival by position: promised and observed", "reliability", promises, "promised", "observed")
+    return written
+
+
+def draw_simulation(results: Sequence[dict[str, Any]], folder: str | Path) -> list[Path]:
+    """Draws the results of [`~hf_dspark.simulation.sweep`].
+
+    Args:
+        results (sequence of `dict`): its rows.
+        folder (`str` or `Path`): made if it does not exist.
+
+    Returns:
+        `list[Path]`: `throughput.png` (total throughput against the speed of one user, a line per policy along the number of
+        concurrent requests) and `budget.png` (verified draft tokens per request and round against that number).
+    """
+    from matplotlib.figure import Figure
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    axes_of = {
+        "throughput": ("user_speed", "throughput", "tokens per second of one user", "tokens per second, all users"),
+        "budget": ("concurrency", "budget", "concurrent requests", "verified draft tokens per request and round"),
+    }
+    written = []
+    for name, (x, y, xlabel, ylabel) in axes_of.items():
+        figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+        axes = figure.subplots()
+        for policy in dict.fromkeys(row["policy"] for row in results):
+            rows = sorted((row for row in results if row["policy"] == policy), key=lambda row: row["concurrency"])
+            static = policy == "plain" or policy.startswith("fixed")
+            axes.plot(
+                [row[x] for row in rows], [row[y] for row in rows], marker="o", markersize=3.5, label=policy,
+                linestyle="--" if static else "-", alpha=0.6 if static else 1.0,
+            )  # fmt: skip
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        if name == "budget":
+            axes.set_xscale("log", base=2)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+        written.append(folder / f"{name}.png")
+        figure.savefig(written[-1], dpi=150)
     return written
