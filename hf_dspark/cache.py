@@ -81,23 +81,27 @@ class SlotCache(Cache):
         super().__init__(layers=layers)
         self.length = 0  # slots that the next forward attends over
         self._slots: Tensor | None = None  # (R, Q), or None when every row writes at [_start, _start + Q)
+        self._rows: Tensor | None = None  # that each of them belongs to
         self._start = 0
 
     def place(self, start: int, query_length: int) -> None:
         """All rows write their next `query_length` tokens at slots `start, start + 1, …`."""
         self._slots, self._start, self.length = None, start, start + query_length
 
-    def place_rows(self, slots: Tensor, length: int) -> None:
+    def place_rows(self, slots: Tensor, length: int, rows: Tensor | None = None) -> None:
         """Row r writes token q at `slots[r, q]`; the forward attends over slots `< length`.
 
         Args:
             slots (`torch.LongTensor` of shape `(R, Q)`): write positions; `length` itself is a waste slot for padding.
             length (`int`): number of slots returned to the attention.
+            rows (`torch.LongTensor` of shape `(1, T)`, *optional*): with packed tokens and `slots` of that shape, the row
+                that each belongs to. Keys and values of all rows are returned all the same.
         """
         self._slots, self._start, self.length = slots, 0, length
+        self._rows = torch.arange(len(slots), device=slots.device)[:, None] if rows is None else rows
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Writes `(R, H, Q, head_dim)` keys and values and returns those of all slots below `length`."""
+        """Writes keys and values `(R, H, Q, head_dim)`, or packed `(1, H, T, head_dim)`; returns all rows' below `length`."""
         layer = self.layers[layer_idx]
         if isinstance(layer, DummyLayer):
             return key_states, value_states
@@ -108,7 +112,7 @@ class SlotCache(Cache):
             layer.values[:, :, self._start : end] = value_states
         else:
             slots = self._slots.to(key_states.device)
-            rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+            rows = self._rows.to(slots.device)
             layer.keys[rows, :, slots] = key_states.transpose(1, 2)
             layer.values[rows, :, slots] = value_states.transpose(1, 2)
         return layer.keys[:, :, : self.length], layer.values[:, :, : self.length]

@@ -243,7 +243,8 @@ class LoadProfile:
     ) -> LoadProfile:
         """Times the target on this machine, and the drafter if one is given.
 
-        One row of random tokens: every forward writes its B new tokens behind the same cached context. The sizes are
+        One row of random tokens: every forward writes its B new tokens behind the same cached context. That is also how rows
+        of different lengths are verified, packed into one, except that each then reads a context of its own. The sizes are
         interleaved, so that a machine that warms up or slows down favours none of them, and each counts by its median.
 
         Args:

@@ -3,7 +3,8 @@
 Every forward goes through the model's own `prepare_inputs_for_generation`, and one row through the library's own masks, so
 any decoder-only target works as it does without a drafter. Several rows of different lengths need what no library mask
 expresses: each row's queries start at its own slot. For them the mask is built here, one per attention type, in the form
-the library itself passes around.
+the library itself passes around. Their tokens run packed, wherever the target allows it, so that its work follows the tokens
+admitted and not the longest draft.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from .cache import RowLayout, SlotCache, format_mask, slot_ranges
+from .packed_rows import PackedRows, can_pack
 
 logger = logging.get_logger(__name__)
 
@@ -95,6 +97,9 @@ class TargetForward:
             )
         self.slot_offset = 0
         self.cache_rows: list[int] = []
+        # A token can leave its row where nothing but its position comes with it.
+        positions = model_kwargs.get("position_ids")
+        self._packs = positions is not None and positions.ndim == 2 and not self._row_inputs() and can_pack(target)
 
     def _lay_out(self) -> RowLayout:
         """Positions and padding of the whole prompt, cached part included."""
@@ -105,6 +110,11 @@ class TargetForward:
             else:
                 position_ids = torch.arange(self._mask_length, device=self.target.device)[None]
         return RowLayout(position_ids, attention_mask)
+
+    def _row_inputs(self) -> list[str]:
+        """Names of the inputs that belong to a row, besides its tokens and their positions."""
+        inputs = {**self._others, **self._token_types}
+        return [name for name, value in inputs.items() if isinstance(value, Tensor) and value.ndim]
 
     # ---- prefill ----
 
@@ -158,6 +168,9 @@ class TargetForward:
     def verify(self, sequences: list[Tensor], tokens: Tensor, slots: list[int], lengths: list[int]) -> CausalLMOutputWithPast:
         """One forward over anchor and draft of every row.
 
+        Rows of different lengths are packed: the target sees Σ (1 + ℓ_r) tokens. Where it cannot take them so, it sees
+        R · (1 + L), the padding included.
+
         Args:
             sequences (list of R `torch.LongTensor`s, 1-D): committed tokens of each row, the anchor included.
             tokens (`torch.LongTensor` of shape `(R, 1 + L)`): anchor and draft tokens, right-padded.
@@ -175,25 +188,38 @@ class TargetForward:
             ends = [slot + length for slot, length in zip(slots, lengths, strict=True)]
             placed = token_slots if len(slots) == 1 else token_slots.minimum(slot_ranges(ends, 1, tokens.device))
             kwargs["position_ids"] = self.layout.positions(placed)
-        if "logits_to_keep" in self.model_kwargs:
-            kwargs["logits_to_keep"] = length
         for name, types in self._token_types.items():  # as `generate` goes on: the last type, or text among images
             kwargs[name] = types[..., -1:].expand_as(tokens) if name == "token_type_ids" else torch.zeros_like(tokens)
+        packed = None
         if len(slots) > 1:
-            # Padding behind a short draft writes to slots that the row will fill later; nobody may look at them until then.
-            self.cache.place_rows(token_slots, max(slots) + length)
-            slots_of_cache = torch.arange(self.cache.length, device=tokens.device)
+            input_ids, end = tokens, max(slots) + length
+            slots_of_cache = torch.arange(end, device=tokens.device)
             causal = self.layout.hide_padding(slots_of_cache <= token_slots[..., None])  # (R, Q, S)
             kwargs["attention_mask"] = ragged_mask(self.target, token_slots, causal)
-            input_ids = tokens
+            if self._packs and min(lengths) < max(lengths):
+                packed = PackedRows([length + 1 for length in lengths], tokens.device)
+                input_ids, kwargs["position_ids"] = packed.pack(tokens), packed.pack(kwargs["position_ids"])
+                length = input_ids.shape[1]
+                self.cache.place_rows(packed.pack(token_slots), end, packed.rows)
+            else:
+                # Padding behind a short draft writes to slots that the row will fill later; nobody looks at them until then.
+                self.cache.place_rows(token_slots, end)
         else:
             self.cache.place(slots[0], length)
             if (padded := self.layout.padded) is not None:
                 after = padded.new_ones(1, slots[0] + length - padded.shape[1])
                 kwargs["attention_mask"] = torch.cat([~padded, after], dim=1).long()
             input_ids = torch.cat([sequences[0][None, :-1], tokens], dim=1)  # some models find their own part of the text
+        if "logits_to_keep" in self.model_kwargs:
+            kwargs["logits_to_keep"] = length
         inputs = self.target.prepare_inputs_for_generation(input_ids, next_sequence_length=length, **kwargs)
-        return self._call(inputs)
+        if packed is None:
+            return self._call(inputs)
+        with packed.attending():
+            outputs = self._call(inputs)
+        outputs.logits = packed.unpack(outputs.logits)
+        outputs.hidden_states = tuple(None if states is None else packed.unpack(states) for states in outputs.hidden_states)
+        return outputs
 
     def _call(self, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
         inputs["output_hidden_states"] = self._capture
@@ -230,8 +256,7 @@ class TargetForward:
             ValueError: a prompt has padding, positions of its own, or inputs besides its tokens.
         """
         for forward in (self, other):
-            inputs = {**forward._others, **forward._token_types}
-            extra = [name for name, value in inputs.items() if isinstance(value, Tensor) and value.ndim]
+            extra = forward._row_inputs()
             if extra or forward.slot_offset or not forward.layout.counts_slots:
                 raise ValueError(
                     "rows can only join where every token sits at its own position 0, 1, 2, … and the target is given nothing "

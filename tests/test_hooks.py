@@ -20,14 +20,18 @@ from tiny import (
     tiny_target,
     tiny_tokenizer,
 )
-from transformers import Cache, GenerationMixin, pipeline
+from transformers import AttentionInterface, Cache, GenerationMixin, PreTrainedModel, pipeline
 from transformers.generation import CandidateGenerator, logits_process
 from transformers.masking_utils import create_masks_for_generate
 
 import hf_dspark
 from hf_dspark import DSparkCandidateGenerator
 
-NAMES = ("_assisted_decoding", "_get_candidate_generator")
+WRAPPED = [
+    (GenerationMixin, "_assisted_decoding"),
+    (GenerationMixin, "_get_candidate_generator"),
+    (AttentionInterface, "get_interface"),
+]
 
 
 @pytest.fixture
@@ -165,16 +169,16 @@ def test_pipeline():
 
 
 def test_install_and_uninstall():
-    ours = [getattr(GenerationMixin, name) for name in NAMES]
+    ours = [getattr(*place) for place in WRAPPED]
     hf_dspark.install()
-    assert [getattr(GenerationMixin, name) for name in NAMES] == ours
+    assert [getattr(*place) for place in WRAPPED] == ours
     try:
         hf_dspark.uninstall()
-        assert [getattr(GenerationMixin, name) for name in NAMES] == [wrapper.__wrapped__ for wrapper in ours]
+        assert [getattr(*place) for place in WRAPPED] == [wrapper.__wrapped__ for wrapper in ours]
         hf_dspark.uninstall()
     finally:
         hf_dspark.install()
-    assert [getattr(GenerationMixin, name).__wrapped__ for name in NAMES] == [wrapper.__wrapped__ for wrapper in ours]
+    assert [getattr(*place).__wrapped__ for place in WRAPPED] == [wrapper.__wrapped__ for wrapper in ours]
 
 
 # ---- what is relied on, so that a new release of transformers fails here and in words ----
@@ -191,6 +195,9 @@ SIGNATURES = {
     GenerationMixin.prepare_inputs_for_generation: [
         "self", "input_ids", "next_sequence_length", "cache", "attention_mask", "inputs_embeds", "is_first_iteration", "kwargs",
     ],
+    AttentionInterface.get_interface: ["self", "attn_implementation", "default"],
+    PreTrainedModel._can_set_attn_implementation: [],
+    PreTrainedModel.is_custom_code: [],
     CandidateGenerator.get_candidates: ["self", "input_ids", "kwargs"],
     CandidateGenerator.update_candidate_strategy: ["self", "input_ids", "scores", "num_matches"],
     Cache.update: ["self", "key_states", "value_states", "layer_idx", "args", "kwargs"],

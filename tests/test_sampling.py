@@ -159,8 +159,13 @@ def test_rows_that_share_a_budget(target, mode):
     drafter = drafter_for(target, mode)
     drafter.load_profile = profile(rows=12)
     torch.manual_seed(0)
-    texts = torch.cat([generate(target, prompts * 4, drafter)[:, 3:].view(4, 3, -1) for _ in range(60)])
+    packed = []  # whether the target was given rows of different lengths as one
+    with target.register_forward_pre_hook(
+        lambda module, _, kwargs: packed.append(len(kwargs["input_ids"]) == 1), with_kwargs=True
+    ):
+        texts = torch.cat([generate(target, prompts * 4, drafter)[:, 3:].view(4, 3, -1) for _ in range(60)])
     assert_some_accepted(drafter)
+    assert sum(packed) > 60
     laws = [law(target, prompt, tokens=5) for prompt in prompts]
     for row, exact in enumerate(laws):
         for place in range(3):

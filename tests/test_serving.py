@@ -31,6 +31,7 @@ from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadMo
 from hf_dspark import DSparkCandidateGenerator, Event, LoadProfile, Request, ServingLoop, cache, serve_batch, serving
 from hf_dspark.processing import RowProcessors
 from hf_dspark.profitability import Profitability
+from hf_dspark.target import TargetForward
 
 LONGEST = 25  # tokens of an answer
 MODES = ("full", "threshold", "early_stop", "two_step", "presampled", None)
@@ -152,13 +153,19 @@ def test_greedy_answers_while_requests_come_and_go(mode):
 
 @pytest.mark.parametrize(
     "kind, attention",
-    [("llama", "eager"), ("mistral", "sdpa"), ("gemma2", "eager"), ("gemma3", "sdpa")],
+    [("llama", "eager"), ("mistral", "sdpa"), ("gemma2", "eager"), ("gemma3", "sdpa"), ("qwen3_moe", "sdpa")],
 )
 def test_targets(kind, attention):
-    """Sliding windows and layers of several types included: their window counts positions, which join unchanged."""
-    target, drafter = make_pair(kind, attention=attention)
+    """Sliding windows and layers of several types included: their window counts positions, which join unchanged.
+
+    The target sees the prompts and Σ (1 + ℓ) tokens of every round, nothing else.
+    """
+    (target, drafter), seen = make_pair(kind, attention=attention), []
     requests = some_requests(6)
-    events = run(ServingLoop(target, drafter, 3), {request: 2 * number for number, request in enumerate(requests)})
+    with target.register_forward_pre_hook(lambda module, _, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True):
+        loop = ServingLoop(target, drafter, 3)
+        events = run(loop, {request: 2 * number for number, request in enumerate(requests)})
+    assert sum(seen) == sum(len(request.input_ids) for request in requests) + loop.statistics.cycles + loop.statistics.scheduled
     assert_all_greedy(target, requests, events)
 
 
@@ -325,20 +332,22 @@ def test_nan_in_a_prompt_stays_in_its_row(sampled_neighbour):
 
 
 @pytest.mark.parametrize("sampled_neighbour", [False, True])
-def test_nan_in_a_round_fails_its_row(sampled_neighbour):
+def test_nan_in_a_round_fails_its_row(sampled_neighbour, monkeypatch):
     target, drafter = make_pair()
     requests = [Request(number, prompt(4, number), 25, eos_token_ids=()) for number in range(5)]
     loop = ServingLoop(target, drafter, 6)
 
-    def spoil(module, arguments, outputs):
-        ids = [row.request.id for row in loop._running]
-        if len(outputs.logits) == len(ids) > 1 and 2 in ids and len(loop._running[ids.index(2)].ids) > 9:
+    def spoiled(self, *arguments):
+        outputs, ids = verify(self, *arguments), [row.request.id for row in loop._running]
+        if len(ids) > 1 and 2 in ids and len(loop._running[ids.index(2)].ids) > 9:
             outputs.logits[ids.index(2)] = torch.nan
+        return outputs
 
+    verify = TargetForward.verify
+    monkeypatch.setattr(TargetForward, "verify", spoiled)
     noise = [Request("noise", prompt(3), 30, do_sample=True, eos_token_ids=())] if sampled_neighbour else []
     arrivals = dict.fromkeys([*noise, *requests], 0)
-    with target.register_forward_hook(spoil):
-        events = run(loop, arrivals)
+    events = run(loop, arrivals)
     events.pop("noise", None)
     failed = events.pop(2)
     assert_well_formed(failed)

@@ -1,0 +1,123 @@
+"""Rows of different lengths run without padding, where the target allows it, and nobody else notices."""
+
+import threading
+
+import pytest
+import torch
+from tiny import (
+    PAD,
+    assert_same_text,
+    assert_some_accepted,
+    jagged_profile,
+    one_thread,  # noqa: F401
+    padded_prompts,
+    tiny_drafter,
+    tiny_target,
+)
+from transformers import LlamaForCausalLM
+
+TARGETS = [
+    ("llama", "eager"),
+    ("qwen3", "sdpa"),
+    ("mistral", "sdpa"),
+    ("gemma2", "eager"),
+    ("gemma3", "sdpa"),
+    ("qwen3_moe", "sdpa"),
+]
+
+
+class OfAUser(LlamaForCausalLM):
+    """A model from outside the library, which may do with its rows what it likes."""
+
+
+def generate(target, inputs, drafter=None, **options):
+    options = {"max_new_tokens": 24, "eos_token_id": None, "pad_token_id": PAD} | options
+    return target.generate(**inputs, do_sample=False, assistant_model=drafter, **options)
+
+
+def end_token(new):
+    """Of the tokens `(R, N)` in all rows, the one that ends them at the most different places, late if it can be."""
+
+    def places(token):
+        return torch.where((new == token).any(dim=1), (new == token).int().argmax(dim=1), new.shape[1])
+
+    return max(new.unique().tolist(), key=lambda token: (len(places(token).unique()), int(places(token).sum())))
+
+
+def forwards(target):
+    """A list that fills with the shape of what each forward of the target is given."""
+    shapes = []
+    target.register_forward_pre_hook(lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True)
+    return shapes
+
+
+def verified(drafter):
+    """A list that fills with 1 + ℓ of every row of a round, for each round."""
+    counts = []
+    drafter.on_round = lambda round: counts.append([1 + len(drafted) for drafted in round.drafted])
+    return counts
+
+
+@pytest.mark.parametrize("rows", [2, 7, 32])
+@pytest.mark.parametrize("kind, attention", TARGETS)
+def test_target_sees_what_is_admitted(kind, attention, rows):
+    """Σ (1 + ℓ) tokens and not one of padding, while rows finish at different times; the text is that of plain decoding."""
+    target = tiny_target(kind, attention=attention)
+    drafter = tiny_drafter(target)
+    drafter.load_profile = jagged_profile()
+    drafter.scheduling = "threshold" if rows == 32 else None  # the profile would leave so many rows hardly a draft
+    inputs = padded_prompts([2 + 5 * row % 9 for row in range(rows)])
+    options = {"max_new_tokens": 10 if rows == 32 else 20}
+    options["eos_token_id"] = end_token(generate(target, inputs, **options)[:, inputs["input_ids"].shape[1] :])
+    plain = generate(target, inputs, **options)
+    shapes, counts = forwards(target), verified(drafter)
+    drafted = generate(target, inputs, drafter, **options)
+    assert_same_text(target, inputs, plain, drafted)
+    assert_some_accepted(drafter)
+    prefill, *rounds = shapes
+    counts = counts[1:]  # the first tokens come from the prefill
+    assert prefill == inputs["input_ids"].shape and len(rounds) == len(counts)
+    assert [shape.numel() for shape in rounds] == [sum(lengths) for lengths in counts]
+    uneven = [len(set(lengths)) > 1 for lengths in counts]
+    assert [shape[0] == 1 for shape in rounds] == [
+        different or len(lengths) == 1 for different, lengths in zip(uneven, counts, strict=True)
+    ]
+    assert any(uneven) and len({len(lengths) for lengths in counts}) > 1
+
+
+def test_models_from_elsewhere_are_padded():
+    target = tiny_target()
+    target.__class__ = OfAUser
+    drafter = tiny_drafter(target)
+    drafter.load_profile = jagged_profile()
+    inputs = padded_prompts([2, 7, 4])
+    plain = generate(target, inputs)
+    shapes, counts = forwards(target), verified(drafter)
+    assert_same_text(target, inputs, plain, generate(target, inputs, drafter))
+    counts = counts[1:]
+    assert any(len(set(lengths)) > 1 for lengths in counts)
+    assert shapes[1:] == [(len(lengths), max(lengths)) for lengths in counts]
+
+
+def test_other_threads_are_not_disturbed():
+    """Each layer of a packed forward is interrupted by a whole forward of the same target from another thread."""
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    drafter.load_profile = jagged_profile()
+    inputs = padded_prompts([2, 7, 4])
+    plain, alone = generate(target, inputs, max_new_tokens=8), target(**inputs).logits
+    shapes, others, main = forwards(target), [], threading.current_thread()
+
+    def interrupt(module, args):
+        if threading.current_thread() is main and shapes[-1][0] == 1:
+            thread = threading.Thread(target=lambda: others.append(target(**inputs).logits))
+            thread.start()
+            thread.join()
+            shapes.pop()
+
+    for layer in target.model.layers:
+        layer.self_attn.q_proj.register_forward_pre_hook(interrupt)
+    assert_same_text(target, inputs, plain, generate(target, inputs, drafter, max_new_tokens=8))
+    assert len(others) > 4
+    for logits in others:
+        torch.testing.assert_close(logits, alone)
