@@ -6,6 +6,7 @@ another one.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import block
@@ -19,14 +20,14 @@ from visitors import PROMPT_LIMIT, TOKEN_LIMIT, Refused, Visitor, check_text, es
 
 CSS = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
 PROMPTS = (
-    "Explain in a few sentences why the sky is blue.",
     "Natalia sold 48 clips in April and half as many in May. How many clips did she sell altogether?",
+    "Explain in a few sentences why the sky is blue.",
     "Write a Python function that returns the sum of the even numbers in a list.",
 )
 # Whichever tab asks. A visitor may click again at any time: the latest click counts, see `Visitor`.
 MODELS = {"concurrency_id": "models", "concurrency_limit": PLACES, "trigger_mode": "multiple", "show_progress": "hidden"}
 CLICKED = "(_, ...rest) => [performance.now() / 1000, ...rest]"  # fills the first input with the time
-WAITING = f"() => {notice('Waiting for a place …')!r}"
+WAITING = f"() => {json.dumps(notice('Waiting for the first pass …'))}"  # said by the page itself, at once
 LEGEND = (
     '<p class="hint legend"><span class="accepted">accepted draft</span> <span class="rejected plainly">rejected draft</span> '
     '<span class="own">the target\'s own</span></p>'
@@ -180,6 +181,9 @@ def launch(demo: gr.Blocks, **options):
     """Serves the page in its own look; `options` are those of `gr.Blocks.launch`."""
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])  # nothing from afar
     theme.set(body_text_color_subdued="*neutral_600", block_info_text_color="*neutral_600")  # else too pale on white
+    for shade in ("", "_dark"):  # and white on the buttons
+        fills = {f"button_primary_background_fill{hover}{shade}": f"*primary_{n}" for hover, n in (("", 700), ("_hover", 800))}
+        theme.set(**fills)
     # Without `run_history=False`, Gradio keeps every prompt in the visitor's browser.
     return demo.launch(css=CSS, theme=theme, footer_links=[], ssr_mode=False, run_history=False, **options)
 

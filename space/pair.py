@@ -46,6 +46,8 @@ class Pair:
     def word(self, token: int) -> str:
         """A token as one can see it: with its spaces and line breaks."""
         text = self.tokenizer.decode([token])
+        if "\ufffd" in text:
+            return "(part of a character)"
         return text.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥") or "(nothing)"
 
 

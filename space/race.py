@@ -139,7 +139,7 @@ def figures(race: Race, name: str) -> str:
     """The numbers of a lane, `name` being `"plain"` or `"dspark"`."""
     lane = getattr(race, name)
     items = [
-        (f"{len(lane.ids) / lane.seconds:.1f}" if lane.seconds else "–", "tokens/s"),
+        (f"{len(lane.ids) / lane.seconds:.3g}" if lane.seconds else "–", "tokens/s"),
         (str(len(lane.ids)), "tokens"),
         (str(lane.passes), "target passes"),
     ]
