@@ -77,9 +77,9 @@ def page(pair: Pair, passes: Sequence[Event]) -> str:
             bonus = f'<p class="hint">All survived; the target added {_code(pair, one.tokens[-1])}.</p>'
         blocks.append(
             f"<details{' open' if number == 1 else ''}><summary>Block {number}: {one.accepted} of {len(table)} survived, "
-            f'the scheduler would verify {length}</summary><div class="wide" tabindex="0"><table><thead><tr><th>#</th><th>base guess</th>'
-            "<th>after the habits</th><th>confidence</th><th>all so far</th><th>scheduler</th><th>target said</th></tr></thead>"
-            f"<tbody>{body}</tbody></table></div>{bonus}</details>"
+            f'the scheduler would verify {length}</summary><div class="wide" tabindex="0"><table><thead><tr><th>#</th>'
+            "<th>base guess</th><th>after the habits</th><th>confidence</th><th>all so far</th><th>scheduler</th>"
+            f"<th>target said</th></tr></thead><tbody>{body}</tbody></table></div>{bonus}</details>"
         )
     return "".join(blocks)
 
