@@ -80,6 +80,8 @@ class Event:
         drafted (`list[int]`): draft tokens that were verified; none in the prefill and in plain steps.
         accepted (`int`): how many of them the target agreed with.
         confidence (`list[float]`, *optional*): what the scheduler read for this request; `None` where it read nothing.
+        base (`list[int]`, *optional*): likeliest tokens before the sequential head, for each token of `drafted`; only for a
+            drafter with a listener (`on_round`).
         finished (`str`, *optional*): `None` while the request goes on; in its last event `"stop"` (end token), `"length"`
             (`max_new_tokens` reached), `"cancelled"` or `"error"`.
         error (`str`, *optional*): with `finished="error"`, what was wrong.
@@ -90,6 +92,7 @@ class Event:
     drafted: list[int]
     accepted: int
     confidence: list[float] | None = None
+    base: list[int] | None = None
     finished: str | None = None
     error: str | None = None
 
@@ -113,6 +116,29 @@ class _Row:
         return request.do_sample, request.temperature, request.top_k or 0, request.top_p
 
 
+class _NoDrafts:
+    """Stands where the candidate generator stands, in a loop without a drafter: every round is a plain step."""
+
+    captured_states: list[int] = []
+
+    def __init__(self, processors: RowProcessors, do_sample: bool, statistics: Statistics):
+        self.processors, self.do_sample, self.statistics = processors, do_sample, statistics
+
+    def decode_with(self, processors: RowProcessors, do_sample: bool) -> None:
+        self.processors, self.do_sample = processors, do_sample
+
+    def book(self, scheduled: list[int], accepted: list[int], committed: list[int | None]) -> None:
+        self.statistics.rounds += 1
+        for new in committed:
+            if new is not None:
+                self.statistics.count(0, 0, new)
+
+    def _nothing(self, *_: Any) -> None:
+        """There is no context to keep, and never a block."""
+
+    start = observe = settle = select_rows = join = propose = _nothing
+
+
 class ServingLoop:
     """Serves requests that come and go, up to `max_rows` at a time, in order of submission.
 
@@ -131,7 +157,7 @@ class ServingLoop:
 
     Args:
         target ([`~transformers.PreTrainedModel`]): a decoder-only model, in evaluation mode.
-        drafter ([`DSparkDraftModel`]): made for it.
+        drafter ([`DSparkDraftModel`] or `None`): made for it; with `None` every token is decoded plainly.
         max_rows (`int`, defaults to 16): most requests in one forward; others wait.
 
     Attributes:
@@ -144,12 +170,14 @@ class ServingLoop:
             of different lengths.
     """
 
-    def __init__(self, target: PreTrainedModel, drafter: DSparkDraftModel, max_rows: int = 16):
+    def __init__(self, target: PreTrainedModel, drafter: DSparkDraftModel | None, max_rows: int = 16):
         if not isinstance(max_rows, int) or isinstance(max_rows, bool) or max_rows < 1:
             raise ValueError(f"`max_rows` must be an integer of at least 1, got {max_rows!r}. Leave it out for 16.")
-        drafter.bind(target)
+        if drafter is not None:
+            drafter.bind(target)
         self.target, self.drafter, self.max_rows = target, drafter, max_rows
-        self.statistics = drafter.statistics = Statistics(drafter.config.num_draft_tokens, drafter.device)
+        longest = 0 if drafter is None else drafter.config.num_draft_tokens
+        self.statistics = Statistics(longest, (drafter or target).device)
         if max_rows > 1:
             _refuse_what_cannot_join(target)
         self._open(Request(None, torch.zeros(1, dtype=torch.long), max_new_tokens=1))  # raises what every request would
@@ -296,10 +324,14 @@ class ServingLoop:
             )
         laws = processors if request.do_sample else LogitsProcessorList([*processors, GreedyLaw()])
         row = _Row(request, Rows(input_ids, criteria, config, None), RowProcessors(processors, 1), RowProcessors(laws, 1))
-        self.drafter.statistics = self.statistics
-        generator = DSparkCandidateGenerator(
-            self.drafter, row.processors, request.do_sample, max_draft_tokens=config.num_assistant_tokens
-        )
+        generator: Any
+        if self.drafter is None:
+            generator = _NoDrafts(row.processors, request.do_sample, self.statistics)
+        else:
+            self.drafter.statistics = self.statistics
+            generator = DSparkCandidateGenerator(
+                self.drafter, row.processors, request.do_sample, max_draft_tokens=config.num_assistant_tokens
+            )
         forward = TargetForward(self.target, config, generator.captured_states, model_kwargs)
         return row, Batch(forward, generator, isolates_faults=True), input_ids
 
@@ -349,16 +381,17 @@ class ServingLoop:
     # ---- events ----
 
     def _event(self, row: _Row, outcome: Outcome, place: int, new: int) -> Event:
-        block = outcome.block
+        block, length = outcome.block, outcome.lengths[place]
         finished = row.text.finish_reason(0)
         if finished is not None:
             self._forget(row.request)
         return Event(
             row.request.id,
             tokens=row.ids[len(row.ids) - new :].tolist(),
-            drafted=block.tokens[place, : outcome.lengths[place]].tolist(),
+            drafted=block.tokens[place, :length].tolist(),
             accepted=outcome.accepted[place],
             confidence=None if block.confidence is None else block.confidence[place].tolist(),
+            base=None if block.base_tokens is None else block.base_tokens[place, :length].tolist(),
             finished=finished,
         )
 
@@ -376,7 +409,7 @@ class ServingLoop:
 
 
 def serve_batch(
-    target: PreTrainedModel, drafter: DSparkDraftModel, requests: Iterable[Request], max_rows: int = 16
+    target: PreTrainedModel, drafter: DSparkDraftModel | None, requests: Iterable[Request], max_rows: int = 16
 ) -> Iterator[Event]:
     """Serves requests as they arrive, for load experiments and displays.
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from pair import Pair, Runner, draft, take_stage
+from pair import Pair
+from stage import Stage
 from visitors import Refused, escape
 
-from hf_dspark import LoadProfile, Round
+from hf_dspark import Event, LoadProfile
 from hf_dspark.scheduling import global_search
 
 SHOWN = 8  # blocks
@@ -36,27 +37,18 @@ class Position:
     target: int | None
 
 
-def record(pair: Pair, prompt: str, length: int = LENGTH) -> Iterator[list[Round]]:
-    """Generates greedily, verifying every drafted token, and yields the rounds with a draft so far, after each."""
-    inputs, rounds = pair.encode(prompt), []
-
-    def generate(pause):
-        return draft(pair, inputs, rounds.append, pause, verify_all=True, max_new_tokens=length, do_sample=False)
-
-    runner = Runner(generate)
-    take_stage(runner)
-    try:
-        while not runner.finished:
-            runner.step()
-            yield [one for one in rounds if one.drafted[0]]
-    finally:
-        runner.cancel()
+def record(stage: Stage, prompt: str, length: int = LENGTH) -> Iterator[list[Event]]:
+    """Generates greedily, verifying every drafted token, and yields the passes with a draft so far."""
+    passes: list[Event] = []
+    for turns in stage.serve(["full"], stage.pair.encode(prompt), max_new_tokens=length):
+        passes += [event for turn in turns for event in turn.events if event.drafted]
+        yield passes
 
 
-def positions(one: Round, profile: LoadProfile) -> list[Position]:
-    """What happened at each position of a fully verified greedy round of one row."""
-    drafted, accepted = one.drafted[0], one.accepted[0]
-    confidence = None if one.confidence is None else one.confidence[0][: len(drafted)]
+def positions(one: Event, profile: LoadProfile) -> list[Position]:
+    """What happened at each position of a fully verified greedy pass."""
+    drafted, accepted = one.drafted, one.accepted
+    confidence = None if one.confidence is None else one.confidence[: len(drafted)]
     length, survival, result = len(drafted), 1.0, []
     if confidence is not None:
         length = int(global_search(torch.tensor([confidence]), profile))
@@ -66,28 +58,28 @@ def positions(one: Round, profile: LoadProfile) -> list[Position]:
         said = None
         if k < accepted:
             said = token
-        elif k == accepted and len(one.committed[0]) > k:
-            said = one.committed[0][k]
+        elif k == accepted and len(one.tokens) > k:
+            said = one.tokens[k]
         c, a = (None, None) if confidence is None else (confidence[k], survival)
-        result.append(Position(one.base[0][k], token, c, a, k < length, said))
+        result.append(Position(one.base[k], token, c, a, k < length, said))
     return result
 
 
-def page(pair: Pair, rounds: Sequence[Round]) -> str:
+def page(pair: Pair, passes: Sequence[Event]) -> str:
     """The first blocks as tables, the first one open."""
     blocks = []
-    for number, one in enumerate(rounds[:SHOWN], start=1):
+    for number, one in enumerate(passes[:SHOWN], start=1):
         table = positions(one, pair.profile)
         length = sum(position.scheduled for position in table)
         body = "".join(_row(pair, k, position, k == length) for k, position in enumerate(table, start=1))
         bonus = ""
-        if one.accepted[0] == len(table) and len(one.committed[0]) > len(table):
-            bonus = f'<p class="hint">All survived; the target added {_code(pair, one.committed[0][-1])}.</p>'
+        if one.accepted == len(table) and len(one.tokens) > len(table):
+            bonus = f'<p class="hint">All survived; the target added {_code(pair, one.tokens[-1])}.</p>'
         blocks.append(
-            f"<details{' open' if number == 1 else ''}><summary>Block {number}: {one.accepted[0]} of {len(table)} survived, "
-            f'the scheduler would verify {length}</summary><div class="wide"><table><thead><tr><th>#</th><th>base guess</th>'
-            "<th>after the habits</th><th>confidence</th><th>all so far</th><th>scheduler</th><th>target said</th></tr></thead>"
-            f"<tbody>{body}</tbody></table></div>{bonus}</details>"
+            f"<details{' open' if number == 1 else ''}><summary>Block {number}: {one.accepted} of {len(table)} survived, "
+            f'the scheduler would verify {length}</summary><div class="wide" tabindex="0"><table><thead><tr><th>#</th>'
+            "<th>base guess</th><th>after the habits</th><th>confidence</th><th>all so far</th><th>scheduler</th>"
+            f"<th>target said</th></tr></thead><tbody>{body}</tbody></table></div>{bonus}</details>"
         )
     return "".join(blocks)
 

@@ -98,10 +98,10 @@ def _why() -> str:
         )
         rows += "</tr>"
     return (
-        '<h4>What the peeking rule sees</h4><div class="wide"><table><thead><tr><th>first token</th><th>verify 0</th>'
-        f"<th>verify 1</th><th>verify 2</th></tr></thead><tbody>{rows}</tbody></table></div><p>Expected tokens per second of "
-        "each choice. Behind A it pays to verify both tokens, so a drafted A always stands: half of all cases. Behind B it "
-        "pays to verify none, so the B is thrown away and the target draws afresh: A with 0.7. Together 0.5 + 0.5 × 0.7 = "
-        "0.85. Each step by itself is correct; only <em>when</em> to verify depended on <em>what</em> was drafted. The wall "
-        "forbids just that.</p>"
+        '<h4>What the peeking rule sees</h4><div class="wide" tabindex="0"><table><thead><tr><th>first token</th>'
+        f"<th>verify 0</th><th>verify 1</th><th>verify 2</th></tr></thead><tbody>{rows}</tbody></table></div>"
+        "<p>Expected tokens per second of each choice. Behind A it pays to verify both tokens, so a drafted A always stands: "
+        "half of all cases. Behind B it pays to verify none, so the B is thrown away and the target draws afresh: A with 0.7. "
+        "Together 0.5 + 0.5 × 0.7 = 0.85. Each step by itself is correct; only <em>when</em> to verify depended on "
+        "<em>what</em> was drafted. The wall forbids just that.</p>"
     )

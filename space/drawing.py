@@ -38,7 +38,8 @@ def curve(
 
     def at(x: float, y: float) -> tuple[float, float]:
         share = (place_x(x) - low) / ((high - low) or 1)
-        return _LEFT + share * (WIDTH - _LEFT - _RIGHT), HEIGHT - _BOTTOM - place_y(y) / top * (HEIGHT - _TOP - _BOTTOM)
+        rise = place_y(y) / top
+        return _LEFT + 8 + share * (WIDTH - _LEFT - _RIGHT - 16), HEIGHT - _BOTTOM - rise * (HEIGHT - _TOP - _BOTTOM)
 
     def path(line: Sequence[tuple[float, float]]) -> str:
         return " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in line))

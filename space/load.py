@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from drawing import bars, curve
 
-from hf_dspark import LoadProfile, Round
+from hf_dspark import Event, LoadProfile
 from hf_dspark.scheduling import early_stop, expected_throughput, global_search
 
 STEPS = 9  # of the slider: 1, 2, 4, … 256 requests
@@ -51,9 +51,9 @@ def budget(profile: LoadProfile, confidence: Sequence[float], requests: int) -> 
     return Budget(requests, int(global_search(block, loaded)), int(early_stop(block, loaded)), throughput)
 
 
-def blocks_to_choose(rounds: Sequence[Round], positions: int) -> dict[str, list[float]]:
+def blocks_to_choose(passes: Sequence[Event], positions: int) -> dict[str, list[float]]:
     """Confidences to put under load: of an ordinary and of the surest block of a run, and imagined ones."""
-    known = [one.confidence[0] for one in rounds if one.confidence and len(one.confidence[0]) == positions]
+    known = [one.confidence for one in passes if one.confidence and len(one.drafted) == positions]
     known.sort(key=math.prod)
     choices = {}
     if known:

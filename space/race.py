@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any
 
 import torch
-from pair import Pair, Runner, draft, take_stage
-from torch import Tensor
+from stage import Stage
 from transformers import PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 from visitors import escape
 
-from hf_dspark import Round
+from hf_dspark import Event
 from hf_dspark.evaluation.comparison import match_texts
 
 LENGTH_LIMIT = 128  # new tokens
@@ -33,31 +30,26 @@ class Lane:
         ids (`list[int]`): new tokens.
         spans (`list[tuple[str, str, int]]`): kind (`"accepted"`, `"rejected"` or `"own"`), text, and number of the pass.
         passes (`int`): forwards of the target, the one over the prompt included.
+        seconds (`float`): time in which it was its turn.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.ids: list[int] = []
         self.spans: list[tuple[str, str, int]] = []
-        self.passes = 0
+        self.passes, self.seconds = 0, 0.0
         self._tokenizer, self._shown = tokenizer, ""
 
-    def add(self, one: Round) -> None:
+    def add(self, event: Event) -> None:
         """Adds what a pass of the target brought."""
-        drafted, committed = one.drafted[0], one.committed[0]
-        kept = min(one.accepted[0], len(committed))
+        kept = min(event.accepted, len(event.tokens))
         self.passes += 1
-        self._append("accepted", committed[:kept])
-        if len(committed) > kept:  # not where the text ended inside the draft
-            rejected = drafted[kept:]
+        self._append("accepted", event.tokens[:kept])
+        if len(event.tokens) > kept:  # not where the text ended inside the draft
+            rejected = event.drafted[kept:]
             if rejected:
                 imagined = self._tokenizer.decode(self.ids + rejected, skip_special_tokens=True)
                 self.spans.append(("rejected", imagined[len(self._shown) :], self.passes))
-            self._append("own", committed[kept:])
-
-    def add_token(self, token: int) -> None:
-        """Adds the one token of a plain pass."""
-        self.passes += 1
-        self._append("own", [token])
+            self._append("own", event.tokens[kept:])
 
     def _append(self, kind: str, tokens: list[int]) -> None:
         for token in tokens:
@@ -89,13 +81,11 @@ class Race:
 
     Attributes:
         plain, dspark ([`Lane`]): the two texts.
-        plain_seconds, dspark_seconds (`float`): time in which it was each one's turn.
         verdict (`str`): a key of `VERDICTS` once both are done; empty before.
     """
 
-    def __init__(self, pair: Pair):
-        self.plain, self.dspark = Lane(pair.tokenizer), Lane(pair.tokenizer)
-        self.plain_seconds = self.dspark_seconds = 0.0
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.plain, self.dspark = Lane(tokenizer), Lane(tokenizer)
         self.verdict = ""
 
     @property
@@ -109,62 +99,34 @@ class Race:
         return len(self.dspark.ids) - self.dspark.passes
 
 
-def run(pair: Pair, prompt: str, length: int = 64, sample: bool = False, verify_all: bool = False) -> Iterator[Race]:
-    """Runs a race and yields it after every forward of the target.
-
-    Whichever lane has used less time goes next, so at any moment both have had the machine for the same time.
+def run(stage: Stage, prompt: str, length: int = 64, sample: bool = False, verify_all: bool = False) -> Iterator[Race]:
+    """Runs a race and yields it as it goes on.
 
     Args:
-        pair ([`Pair`]): the models.
+        stage ([`Stage`]): runs the models.
         prompt (`str`): checked text.
         length (`int`): new tokens, at most.
         sample (`bool`): draw tokens instead of taking the likeliest.
         verify_all (`bool`): verify every drafted token instead of asking the scheduler.
+
+    Raises:
+        Refused: the prompt is too long, or the models failed.
     """
-    inputs = pair.encode(prompt)
-    options: dict[str, Any] = {"max_new_tokens": min(max(int(length), 1), LENGTH_LIMIT), "do_sample": sample}
-    race = Race(pair)
-
-    def plain(pause) -> Tensor:
-        return pair.target.generate(**inputs, **options, streamer=_EveryToken(race.plain, pause))
-
-    def dspark(pause) -> Tensor:
-        return draft(pair, inputs, race.dspark.add, pause, verify_all, **options)
-
-    runners = Runner(plain), Runner(dspark)
-    take_stage(*runners)
-    try:
-        while waiting := [runner for runner in runners if not runner.finished]:
-            min(waiting, key=lambda runner: runner.seconds).step()
-            race.plain_seconds, race.dspark_seconds = (runner.seconds for runner in runners)
-            yield race
-        outputs = [runner.output for runner in runners]
-        if any(output is None for output in outputs):  # another visitor took the stage
-            return
-        race.verdict = "sampled"
-        if not sample:
-            with torch.no_grad():
-                race.verdict = match_texts(pair.target, *(out[0] for out in outputs), inputs["attention_mask"][0])
+    pair = stage.pair
+    ids, race = pair.encode(prompt), Race(pair.tokenizer)
+    loops = "plain", "full" if verify_all else "scheduled"
+    for turns in stage.serve(loops, ids, max_new_tokens=min(max(int(length), 1), LENGTH_LIMIT), do_sample=sample):
+        for turn in turns:
+            lane = race.plain if turn.loop == "plain" else race.dspark
+            lane.seconds += turn.seconds
+            for event in turn.events:
+                lane.add(event)
         yield race
-    finally:
-        for runner in runners:
-            runner.cancel()
-
-
-class _EveryToken(BaseStreamer):
-    """Hands each new token of plain decoding to its lane."""
-
-    def __init__(self, lane: Lane, pause):
-        self.lane, self.pause, self.seen_prompt = lane, pause, False
-
-    def put(self, value: Tensor) -> None:
-        if self.seen_prompt:
-            self.lane.add_token(int(value))
-            self.pause()
-        self.seen_prompt = True
-
-    def end(self) -> None:
-        pass
+    race.verdict = "sampled"
+    if not sample:
+        texts = (torch.cat([ids, torch.tensor(lane.ids)]) for lane in (race.plain, race.dspark))
+        race.verdict = stage.call(match_texts, pair.target, *texts, torch.ones_like(ids))
+    yield race
 
 
 def column(race: Race, name: str) -> str:
@@ -175,9 +137,9 @@ def column(race: Race, name: str) -> str:
 
 def figures(race: Race, name: str) -> str:
     """The numbers of a lane, `name` being `"plain"` or `"dspark"`."""
-    lane, seconds = getattr(race, name), getattr(race, f"{name}_seconds")
+    lane = getattr(race, name)
     items = [
-        (f"{len(lane.ids) / seconds:.1f}" if seconds else "–", "tokens/s"),
+        (f"{len(lane.ids) / lane.seconds:.3g}" if lane.seconds else "–", "tokens/s"),
         (str(len(lane.ids)), "tokens"),
         (str(lane.passes), "target passes"),
     ]
@@ -195,11 +157,8 @@ def verdict(race: Race) -> str:
     """The closing words: whether the texts agree, and what the race took."""
     if not race.verdict:
         return ""
-    per_token = [
-        seconds / max(len(lane.ids), 1)
-        for seconds, lane in ((race.plain_seconds, race.plain), (race.dspark_seconds, race.dspark))
-    ]
-    ratio = per_token[0] / max(per_token[1], 1e-9)
+    plain, dspark = (lane.seconds / len(lane.ids) for lane in (race.plain, race.dspark))
+    ratio = plain / dspark
     speed = "about as fast as" if 0.97 <= ratio <= 1.03 else f"{ratio:.2f}× as fast as"
     good = "good" if race.verdict in ("same", "near-tie", "sampled") else "bad"
     return (

@@ -1,23 +1,64 @@
-"""What a visitor may type. It is read as text and nothing else: never executed, never kept, never shown unescaped."""
+"""Visitors: when they stop or leave, and what they may type.
+
+Their text is read as text and nothing else: never executed, never kept, never shown unescaped.
+"""
 
 from __future__ import annotations
 
 import html
 import re
 import unicodedata
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 PROMPT_LIMIT = 600  # characters
 TOKEN_LIMIT = 40  # characters of what is typed into the table of habits
 
+T = TypeVar("T")
 _TAG = re.compile(r"</?[a-zA-Z!][^<>]*>")
 # These turn the direction of the text around them, in the page as well.
 _TURNING = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
 
 
-class Refused(ValueError):
-    """A visitor's text cannot be used; the message says why, in plain words."""
+class Refused(Exception):
+    """A visitor does not get what was asked for; the message says why, in plain words."""
+
+    kind = "refusal"
+
+
+class Stopped(Refused):
+    """As the visitor wished."""
+
+    kind = "note"
+
+
+class Visitor:
+    """What an open page has clicked last, in seconds by its own clock: clicks may overtake each other on their way here."""
+
+    def __init__(self) -> None:
+        self.started = self.stopped = 0.0
+
+    def watch(self, clicked: float, states: Generator[T]) -> Iterator[T]:
+        """Passes on what a click of Start has set going, until it ends or another click ends it.
+
+        Args:
+            clicked (`float`): when.
+            states (generator): closed at the end, whatever ends it.
+
+        Raises:
+            Stopped: it was a click of Stop.
+        """
+        self.started = max(self.started, clicked)
+        with closing(states):
+            for state in states:
+                if self.started > clicked:
+                    return
+                if self.stopped > clicked:
+                    raise Stopped("Stopped.")
+                yield state
 
 
 def check_text(text: str | None, tokenizer: PreTrainedTokenizerBase, limit: int = PROMPT_LIMIT) -> tuple[str, str]:

@@ -191,6 +191,31 @@ def test_drafters(config):
     assert_all_greedy(target, requests, events)
 
 
+def test_without_a_drafter():
+    (target, _), requests = make_pair(), some_requests(6)
+    events = run(loop := ServingLoop(target, None, 3), {request: 2 * number for number, request in enumerate(requests)})
+    assert_all_greedy(target, requests, events)
+    counts = loop.statistics
+    assert counts.drafts == counts.scheduled == 0 and counts.tau == 1.0 and counts.cycles > counts.rounds
+    assert sum(map(len, events.values())) == counts.cycles + len(requests)
+
+
+def test_a_listener_makes_events_complete():
+    """With one, they hold what the parallel stage guessed, and the confidence also where everything is verified."""
+    target, drafter = make_pair(mode="full")
+    request, answers = Request("", prompt(6), 20, eos_token_ids=()), []
+    for drafter.on_round in (None, pytest.fail):
+        loop = ServingLoop(target, drafter)
+        loop.submit(request)
+        answers.append(run(loop)[""])
+    without, complete = answers
+    assert answer(without) == answer(complete)
+    assert all(event.base is event.confidence is None for event in without)
+    rounds = [event for event in complete if event.drafted]
+    assert rounds and all(len(event.base) == len(event.confidence) == len(event.drafted) for event in rounds)
+    assert any(event.base != event.drafted for event in rounds)
+
+
 def drafts_by_place(events):
     """What was drafted behind so many tokens of the answer."""
     drafts, length = {}, 0
