@@ -635,7 +635,9 @@ def simulate(
     pictures: Annotated[Path | None, typer.Option(help="Folder for pictures.")] = None,
     json_output: JsonOutput = False,
 ) -> None:
-    """Simulate serving many requests from recorded drafts: throughput, speed of one user, verification budget.
+    """Simulate serving many requests at once from recorded drafts.
+
+    Says throughput, the speed of one user, and the verification budget, for every way of scheduling.
 
     \b
     Examples:
@@ -691,7 +693,7 @@ def doctor(
     packed: Annotated[bool, typer.Option("--packed", help="Examine the target with packed linear layers.")] = False,
     json_output: JsonOutput = False,
 ) -> None:
-    """Say where the time goes, what drafts must bring to pay on this machine, and what would help.
+    """Say where the time goes, whether drafting pays here, and what would help.
 
     \b
     Examples:

@@ -150,7 +150,12 @@ class LoadProfile:
     def round_seconds(self, batch_tokens: Tensor, requests: int | None = None) -> Tensor: ...
 
     def round_seconds(self, batch_tokens: int | Tensor, requests: int | None = None) -> float | Tensor:
-        """Seconds of a round with a draft: those of [`~LoadProfile.step_seconds`], and the drafting."""
+        """Seconds of a round with a draft: those of [`~LoadProfile.step_seconds`], and the drafting.
+
+        Args:
+            batch_tokens (`int` or `torch.Tensor`): tokens in the forward.
+            requests (`int`, *optional*): requests that share it.
+        """
         drafting = self.draft_seconds if self._correction is None else self._correction.draft_seconds
         return drafting + self.step_seconds(batch_tokens, requests)
 
