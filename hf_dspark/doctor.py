@@ -111,7 +111,8 @@ def _acceptance(traces: Sequence[Trace], draft_tokens: int) -> tuple[list[float 
 
 def _lengths(acceptance: Sequence[float | None], profile: LoadProfile) -> list[dict[str, float]]:
     """For drafts of 1 … K tokens: the τ at which they take as long as plain steps, the τ they have, the ratio of both."""
-    rows, tau, survival = [], 1.0, 1.0
+    rows: list[dict[str, float]] = []
+    tau = survival = 1.0
     for length, rate in enumerate(acceptance, start=1):
         survival *= rate or 0.0
         tau += survival
@@ -198,7 +199,7 @@ def _prices(
     profile: LoadProfile,
 ) -> list[tuple[str, str]]:
     """What the machine's times say."""
-    findings = []
+    findings: list[tuple[str, str]] = []
     best = max(report["lengths"], key=lambda row: row["ratio"])
     if best["ratio"] < 1:
         text = f"Drafts of {best['length']} come closest, with {best['tau']:.2f} tokens a round where {best['break_even']:.2f}"

@@ -130,7 +130,7 @@ def record_traces(
 
 
 def _trace(rounds: Sequence[Round], row: int) -> Trace | None:
-    length, blocks = -1, []  # the first token comes from the prefill
+    length, blocks = -1, list[TracedBlock]()  # the first token comes from the prefill
     for one in rounds:
         if row in one.rows:
             place = one.rows.index(row)
