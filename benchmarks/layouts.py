@@ -28,6 +28,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 import hf_dspark
+from hf_dspark import target as target_module
 from hf_dspark.demo import load_target
 from hf_dspark.target import TargetForward
 
@@ -36,15 +37,16 @@ BLOCK = 5  # K
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[2, 4, 8, 16, 32])
-    parser.add_argument("--mean-lengths", type=float, nargs="+", default=[1.5, 4.0], help="before they are cut at K")
-    parser.add_argument("--context", type=int, default=96, help="longest context, in tokens; the shortest has half of it")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--rows", type=int, nargs="+", default=[2, 3, 4, 8, 16, 32])
+    parser.add_argument("--mean-lengths", type=float, nargs="+", default=[1.5], help="before they are cut at K")
+    parser.add_argument("--context", type=int, default=64, help="longest context, in tokens; the shortest has half of it")
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
 
     logging.set_verbosity_error()
     torch.set_num_threads(1)
+    target_module.packing_pays = lambda counts: True  # both layouts, whatever is chosen in use
     target, _ = load_target()
     results: dict = {
         "command": shlex.join(["python", *sys.argv]),
@@ -72,7 +74,7 @@ def compare(target, rows: int, mean: float, context: int, repeats: int) -> dict:
     inputs = {"cache": DynamicCache(config=target.config), "position_ids": torch.arange(context)[None], "logits_to_keep": 1}
     forward = TargetForward(target, GenerationConfig(), [0], inputs)
     forward.prefill(prompts, lambda *states: None)
-    ratios, counts, seconds = [], [], {True: [], False: []}
+    draws, seconds = [], {True: [], False: []}
     for repeat in range(repeats + 1):
         slots = torch.randint(context // 2, context + 1, (rows,)).tolist()
         chance = 1 / (1 + mean)
@@ -88,20 +90,21 @@ def compare(target, rows: int, mean: float, context: int, repeats: int) -> dict:
             forward.verify(sequences, tokens, slots, lengths)
             spent[packed] = time.process_time() - start
         if repeat:  # the first warms up
-            ratios.append(spent[False] / spent[True])
-            counts.append((rows + sum(lengths), tokens.numel()))
+            draws.append((rows + sum(lengths), tokens.numel(), round(spent[False] / spent[True], 3)))
             for packed, time_spent in spent.items():
                 seconds[packed].append(time_spent)
+    packed_tokens, padded_tokens, ratios = zip(*draws, strict=True)
     return {
         "rows": rows,
         "mean_length": mean,
-        "tokens_packed": median(packed for packed, _ in counts),
-        "tokens_padded": median(padded for _, padded in counts),
-        "ratio_median": round(median(ratios), 3),
-        "ratio_min": round(min(ratios), 3),
-        "ratio_max": round(max(ratios), 3),
+        "tokens_packed": median(packed_tokens),
+        "tokens_padded": median(padded_tokens),
+        "ratio_median": median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
         "milliseconds_packed": round(1e3 * median(seconds[True]), 1),
         "milliseconds_padded": round(1e3 * median(seconds[False]), 1),
+        "draws": draws,  # tokens packed, tokens padded, ratio
     }
 
 

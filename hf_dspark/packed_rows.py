@@ -87,6 +87,15 @@ def can_pack(target: PreTrainedModel) -> bool:
     )
 
 
+def packing_pays(counts: list[int]) -> bool:
+    """Whether rows of so many tokens are verified faster packed: where more than one token, and a tenth, is padding.
+
+    Finding each row's queries in every layer costs about as much as that (measured: benchmarks/layouts.py).
+    """
+    padded = len(counts) * max(counts)
+    return padded - sum(counts) > max(1, padded // 10)
+
+
 def wrap_interface(original: Any) -> Any:
     """`AttentionInterface.get_interface` with packed rows in mind; for [`~hf_dspark.hooks`]."""
 

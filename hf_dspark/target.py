@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from .cache import RowLayout, SlotCache, format_mask, slot_ranges
-from .packed_rows import PackedRows, can_pack
+from .packed_rows import PackedRows, can_pack, packing_pays
 
 logger = logging.get_logger(__name__)
 
@@ -168,8 +168,8 @@ class TargetForward:
     def verify(self, sequences: list[Tensor], tokens: Tensor, slots: list[int], lengths: list[int]) -> CausalLMOutputWithPast:
         """One forward over anchor and draft of every row.
 
-        Rows of different lengths are packed: the target sees Σ (1 + ℓ_r) tokens. Where it cannot take them so, it sees
-        R · (1 + L), the padding included.
+        Rows of different lengths are packed: the target sees Σ (1 + ℓ_r) tokens. Where it cannot take them so, or hardly any
+        would be left out, it sees R · (1 + L), the padding included.
 
         Args:
             sequences (list of R `torch.LongTensor`s, 1-D): committed tokens of each row, the anchor included.
@@ -196,8 +196,9 @@ class TargetForward:
             slots_of_cache = torch.arange(end, device=tokens.device)
             causal = self.layout.hide_padding(slots_of_cache <= token_slots[..., None])  # (R, Q, S)
             kwargs["attention_mask"] = ragged_mask(self.target, token_slots, causal)
-            if self._packs and min(lengths) < max(lengths):
-                packed = PackedRows([length + 1 for length in lengths], tokens.device)
+            counts = [length + 1 for length in lengths]
+            if self._packs and packing_pays(counts):
+                packed = PackedRows(counts, tokens.device)
                 input_ids, kwargs["position_ids"] = packed.pack(tokens), packed.pack(kwargs["position_ids"])
                 length = input_ids.shape[1]
                 self.cache.place_rows(packed.pack(token_slots), end, packed.rows)

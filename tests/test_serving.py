@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_packed_rows import is_packed
 from test_sampling import IMPOSSIBLE, drafter_for, law, p_value, profile, tally
 from test_sampling import VOCABULARY as FEW
 from test_sampling import target as few_tokens  # noqa: F401
@@ -155,18 +156,26 @@ def test_greedy_answers_while_requests_come_and_go(mode):
     "kind, attention",
     [("llama", "eager"), ("mistral", "sdpa"), ("gemma2", "eager"), ("gemma3", "sdpa"), ("qwen3_moe", "sdpa")],
 )
-def test_targets(kind, attention):
+def test_targets(kind, attention, monkeypatch):
     """Sliding windows and layers of several types included: their window counts positions, which join unchanged.
 
-    The target sees the prompts and Σ (1 + ℓ) tokens of every round, nothing else.
+    The target sees the tokens that were admitted, not the longest draft of every row.
     """
-    (target, drafter), seen = make_pair(kind, attention=attention), []
-    requests = some_requests(6)
-    with target.register_forward_pre_hook(lambda module, _, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True):
-        loop = ServingLoop(target, drafter, 3)
-        events = run(loop, {request: 2 * number for number, request in enumerate(requests)})
-    assert sum(seen) == sum(len(request.input_ids) for request in requests) + loop.statistics.cycles + loop.statistics.scheduled
+    (target, drafter), requests = make_pair(kind, "threshold", attention), some_requests(8)
+    verify, given, rounds = TargetForward.verify, [], []
+
+    def recording(self, sequences, tokens, slots, lengths):
+        outputs = verify(self, sequences, tokens, slots, lengths)
+        rounds.append(([1 + length for length in lengths], given[-1]))
+        return outputs
+
+    monkeypatch.setattr(TargetForward, "verify", recording)
+    with target.register_forward_pre_hook(lambda module, _, kwargs: given.append(kwargs["input_ids"].shape), with_kwargs=True):
+        events = run(ServingLoop(target, drafter, 4), {request: 2 * number for number, request in enumerate(requests)})
     assert_all_greedy(target, requests, events)
+    for counts, shape in rounds:
+        assert shape == ((1, sum(counts)) if is_packed(counts) else (len(counts), max(counts)))
+    assert any(is_packed(counts) for counts, _ in rounds) and {len(counts) for counts, _ in rounds} == {1, 2, 3, 4}
 
 
 def test_positions_end_with_the_request():
