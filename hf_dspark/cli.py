@@ -336,13 +336,14 @@ def card(
     results: Annotated[Path | None, typer.Option(help="JSON that `hf-dspark evaluate --output` wrote.")] = None,
     license: Annotated[str | None, typer.Option(help="Such as apache-2.0.")] = None,
     dataset: Annotated[list[str] | None, typer.Option(help="Repo id of training prompts; may be repeated.")] = None,
-    notes: Annotated[Path | None, typer.Option(help="Markdown to include: how it was trained, on what, for how long.")] = None,
+    notes: Annotated[Path | None, typer.Option(help="Markdown to include: what else is to be known.")] = None,
 ) -> None:
     """Write the model card of a drafter from what was measured.
 
     Example: hf-dspark card --drafter my-drafter --base-model Qwen/Qwen3-4B --results results.json --license apache-2.0
     """
-    from .card import model_card
+    from .card import model_card, training_facts
+    from .formats import own
     from .formats.files import write_text
 
     content = model_card(
@@ -352,9 +353,11 @@ def card(
         results=() if results is None else json.loads(results.read_text(encoding="utf-8")),
         license=license,
         datasets=dataset or (),
+        training=training_facts(drafter),
         notes="" if notes is None else notes.read_text(encoding="utf-8"),
     )
     write_text(drafter / "README.md", str(content))
+    own.complete_folder(drafter)
     print(f"Card written to {drafter / 'README.md'}.")
 
 
@@ -366,20 +369,28 @@ def push(
 ) -> None:
     """Upload a drafter with its card, calibration and load profile to the Hub, after checking that it loads.
 
+    A drafter saved by an earlier version first gets the files that AutoModel and custom_generate need.
+
     Example: hf-dspark push --drafter my-drafter --repo-id user/my-drafter
     """
     from huggingface_hub import HfApi
 
+    from .formats import own
+
     drafter_by_name(drafter)
+    own.complete_folder(drafter)
     api = HfApi()
     url = api.create_repo(repo_id, private=private, exist_ok=True)
-    api.upload_folder(
-        repo_id=url.repo_id,
-        folder_path=drafter,
-        allow_patterns=["*.safetensors", "*.json", "*.md", "*.jinja"],
-        ignore_patterns=["checkpoint-*"],
-        commit_message="Upload DSpark drafter",
-    )
+    try:
+        api.upload_folder(
+            repo_id=url.repo_id,
+            folder_path=drafter,
+            allow_patterns=["*.safetensors", "*.json", "*.md", "*.jinja", *own.CODE_FILES],
+            ignore_patterns=["checkpoint-*"],
+            commit_message="Upload DSpark drafter",
+        )
+    except RuntimeError as error:  # of a file; the reason is what it was raised from
+        raise OSError(f"{error} {error.__cause__ or ''} Nothing was committed; push again.") from error
     print(url)
 
 
