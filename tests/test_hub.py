@@ -201,7 +201,8 @@ class Hub(BaseHTTPRequestHandler):
             ]
             self.answer({"transfer": "basic", "objects": objects})
         elif "/commit/" in path:
-            files = self.server.repositories[path.removeprefix("/api/models/").partition("/commit/")[0]]
+            name = path.removeprefix("/api/models/").partition("/commit/")[0]
+            files = self.server.repositories[name]
             for line in body.splitlines():
                 entry = json.loads(line)
                 value = entry["value"]
@@ -210,7 +211,7 @@ class Hub(BaseHTTPRequestHandler):
                 elif entry["key"] == "lfsFile":
                     files[value["path"]] = self.server.objects[value["oid"]]
                     assert hashlib.sha256(files[value["path"]]).hexdigest() == value["oid"]
-            self.answer({"commitUrl": f"{url}/commit/1", "commitOid": "1", "success": True})
+            self.answer({"commitUrl": f"{url}/{name}/commit/1", "commitOid": "1", "success": True})
         else:
             self.answer({"error": f"unknown: {path}"}, 404)
 
