@@ -18,6 +18,7 @@ from tiny import (
     tiny_drafter,
     tiny_target,
 )
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -157,29 +158,47 @@ def test_offloaded_target(tmp_path, reduced):
     torch.testing.assert_close(drafts, drafter.base_logits(hidden))
 
 
+class Int8Linear(nn.Module):
+    """A linear layer whose weight is stored in eight bits a value, with a scale for each row, as quantisers do it."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter((linear.weight.detach() / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, inputs):
+        return nn.functional.linear(inputs, self.weight.to(inputs.dtype) * self.scale)
+
+
+def quantised(target, folder, quantiser):
+    """The same target with every linear layer quantised, the head included."""
+    if quantiser == "own":
+        for module in list(target.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(module, name, Int8Linear(child))
+        return target
+    pytest.importorskip("bitsandbytes")
+    target.save_pretrained(folder)
+    how = {"load_in_8bit": True} if quantiser == "8 bits" else {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
+    config = BitsAndBytesConfig(llm_int8_skip_modules=[], **how)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32, device_map={"": "cpu"})
+
+
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt")  # 2026-11-30: bitsandbytes casts to float16, and says so
 @pytest.mark.parametrize("reduced", [None, REDUCED], ids=["whole vocabulary", "reduced"])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_quantised_target(tmp_path, bits, reduced):
-    """The head is quantised too, and answers through its own module; only a reduced vocabulary gets rows of its own."""
-    pytest.importorskip("bitsandbytes")
-    target = tiny_target("qwen3")
-    target.save_pretrained(tmp_path)
-    how = {"load_in_8bit": True} if bits == 8 else {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
-    quantised = AutoModelForCausalLM.from_pretrained(
-        tmp_path,
-        quantization_config=BitsAndBytesConfig(llm_int8_skip_modules=[], **how),
-        dtype=torch.float32,
-        device_map={"": "cpu"},
-    )
-    assert not quantised.lm_head.weight.is_floating_point()
-    drafter = tiny_drafter(target, draft_token_ids=reduced)
+@pytest.mark.parametrize("quantiser", ["own", "8 bits", "4 bits"])
+def test_quantised_target(tmp_path, quantiser, reduced):
+    """A quantised head answers through its own module; only a reduced vocabulary gets rows of its own."""
+    drafter = tiny_drafter(tiny_target("qwen3"), draft_token_ids=reduced)
+    target = quantised(tiny_target("qwen3"), tmp_path, quantiser)
+    assert not target.lm_head.weight.is_floating_point()
     for lengths in PROMPTS.values():
-        assert_same(quantised, padded_prompts(lengths), drafter)
+        assert_same(target, padded_prompts(lengths), drafter)
     hidden = torch.randn(3, 32)
-    expected = quantised.lm_head(hidden)[:, reduced or slice(None)]
+    expected = target.lm_head(hidden)[:, reduced or slice(None)]
     # LLM.int8 rounds its inputs as well, which rows of one's own do not.
-    torch.testing.assert_close(drafter.base_logits(hidden), expected, rtol=1e-4, atol=0.1 if bits == 8 else 1e-4)
+    torch.testing.assert_close(drafter.base_logits(hidden), expected, rtol=1e-4, atol=0.1 if quantiser == "8 bits" else 1e-4)
 
 
 @pytest.fixture
