@@ -74,7 +74,7 @@ def model_card(
         f"# {name}",
         f"A DSpark drafter for [{base_model}](https://huggingface.co/{base_model}): {config.num_hidden_layers} layers, drafts "
         f"of {config.num_draft_tokens} tokens, {head}, {confidence}{vocabulary}. {parameters / 1e6:.1f} million parameters of "
-        "its own; embedding and LM head are the target's. With it the target writes the same text, sooner.",
+        "its own; embedding and LM head are the target's. With it the target writes its own text in fewer forwards.",
         "## Use",
         "```bash\npip install hf-dspark\n```",
         "```python\nfrom hf_dspark import DSparkDraftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
