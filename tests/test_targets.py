@@ -1,4 +1,4 @@
-"""Targets that are more than a text model in one piece: with images, quantised, offloaded, distributed, compiled.
+"""Targets that are more than a text model in one piece: with images, quantised, offloaded, distributed.
 
 With each of them greedy text equals plain `generate` of the same target, and the drafter reads what that target computes.
 """
@@ -232,25 +232,3 @@ def test_distributed_weights(one_process_group, reduced):
     drafts = drafter.base_logits(hidden)
     drafter.bind(target)
     torch.testing.assert_close(drafts, drafter.base_logits(hidden))
-
-
-def test_compiled_target():
-    """A compiled forward is run like any other; each new shape is compiled anew, which a backend that does nothing shows."""
-    target = tiny_target("qwen3", num_hidden_layers=2)
-    drafter = tiny_drafter(target, target_layer_ids=[-1, 0])
-    drafter.load_profile = jagged_profile()
-    plain = {name: generate(target, padded_prompts(lengths)) for name, lengths in PROMPTS.items()}
-    compiled = []
-
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return graph.forward
-
-    target.forward = torch.compile(target.forward, backend=backend)
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=3):  # then it runs as it is
-        for name, lengths in PROMPTS.items():
-            assert torch.equal(generate(target, padded_prompts(lengths), drafter), plain[name])
-            assert_some_accepted(drafter)
-    assert compiled
-    torch._dynamo.reset()
