@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from .configuration_dspark import DSparkConfig
 from .modeling_dspark import DSparkDraftModel
 
 
@@ -18,6 +21,7 @@ def model_card(
     results: Sequence[dict[str, Any]] = (),
     license: str | None = None,
     datasets: Sequence[str] = (),
+    training: str = "",
     notes: str = "",
 ) -> ModelCard:
     """Writes a card from the drafter itself and from what was measured; nothing in it is made up.
@@ -29,7 +33,8 @@ def model_card(
         results (sequence of `dict`): rows of [`~hf_dspark.evaluation.evaluate`].
         license (`str`, *optional*): identifier as the Hub knows it, e.g. `"apache-2.0"`.
         datasets (sequence of `str`): repo ids of the training prompts.
-        notes (`str`): Markdown to put before the limits: how it was trained, on what, for how long.
+        training (`str`): Markdown on how it was trained, see [`training_facts`].
+        notes (`str`): Markdown to put behind that: whatever else is to be known.
 
     Returns:
         `ModelCard`: its `save(path)` writes the file, its `data.eval_results` hold the accepted lengths.
@@ -43,9 +48,9 @@ def model_card(
         library_name="transformers",
         base_model=base_model,
         pipeline_tag="text-generation",
-        tags=["speculative-decoding", "dspark", "draft-model"],
+        tags=["speculative-decoding", "dspark", "draft-model", "custom_generate"],
         datasets=list(datasets) or None,
-        model_name=name,
+        model_name=name if measured else None,  # of the results
         eval_results=[
             EvalResult(
                 task_type="text-generation",
@@ -69,27 +74,103 @@ def model_card(
         f"# {name}",
         f"A DSpark drafter for [{base_model}](https://huggingface.co/{base_model}): {config.num_hidden_layers} layers, drafts "
         f"of {config.num_draft_tokens} tokens, {head}, {confidence}{vocabulary}. {parameters / 1e6:.1f} million parameters of "
-        "its own; embedding and LM head are the target's. With it the target writes the same text, sooner.",
+        "its own; embedding and LM head are the target's. With it the target writes its own text in fewer forwards.",
         "## Use",
-        f"```python\nfrom hf_dspark import DSparkDraftModel\nfrom transformers import AutoModelForCausalLM\n\n"
+        "```bash\npip install hf-dspark\n```",
+        "```python\nfrom hf_dspark import DSparkDraftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'tokenizer = AutoTokenizer.from_pretrained("{base_model}")\n'
         f'target = AutoModelForCausalLM.from_pretrained("{base_model}", dtype="auto")\n'
         f'drafter = DSparkDraftModel.from_pretrained("{name}", dtype=target.dtype)\n'
-        "output = target.generate(**inputs, assistant_model=drafter)\n```",
-        "To serve it with vLLM, write it in the form that engine reads: "
-        f"`hf-dspark convert {name} out --to speculators --target {base_model}`, then `vllm serve out`.",
+        'inputs = tokenizer("Why is the sky blue?", return_tensors="pt")\n'
+        "output = target.generate(**inputs, assistant_model=drafter, max_new_tokens=128)\n"
+        "print(tokenizer.decode(output[0], skip_special_tokens=True), drafter.statistics)\n```",
+        "Batches, sampling, streaming and every other option of `generate` stay as they are. A script that does not import "
+        "hf_dspark can use it too, where the package is installed and the two short Python files here are trusted:",
+        f'```python\noutput = target.generate(\n    **inputs,\n    max_new_tokens=128,\n    custom_generate="{name}",\n'
+        f'    assistant_model="{name}",\n    trust_remote_code=True,\n)\n```',
+        f'`AutoModel.from_pretrained("{name}", trust_remote_code=True)` gives the drafter itself.',
+        "## Serve",
+        _serving(config, name, base_model),
     ]
     if results:
         parts += ["## Measured", _table(results, config.num_draft_tokens)]
     parts += ["## Confidences and load", _scheduling(drafter)]
+    if training:
+        parts += ["## Training", training.strip()]
     if notes:
         parts.append(notes.strip())
     parts += [
         "## Limits",
-        f"Made for {base_model} and the text it was trained on. With another target, another chat template or another "
-        "thinking mode the text stays right, and drafts are rejected. Greedy text equals plain decoding in float32; in shorter "
-        "dtypes it is the target's up to its own numerics.",
+        f"- It is made for {base_model} and the text it was trained on. With another target of the same shape, another chat "
+        "template or another thinking mode the text stays right, and drafts are rejected.\n"
+        "- Greedy text equals plain decoding in float32; in shorter dtypes it is the target's up to its own numerics. Sampled "
+        "text has the target's distribution, not the same random sequence.\n"
+        "- Accepted length is not speed: how much a verified token costs depends on the machine and its load.",
     ]
     return ModelCard("\n\n".join(parts) + "\n")
+
+
+def training_facts(folder: Path) -> str:
+    """What the newest checkpoint that `hf-dspark train` left in a drafter's folder says about the training.
+
+    Returns:
+        `str`: Markdown; empty where there is no such checkpoint.
+    """
+    states = sorted(folder.glob("checkpoint-*/trainer_state.json"), key=lambda path: int(path.parent.name.rpartition("-")[2]))
+    if not states:
+        return ""
+    state = json.loads(states[-1].read_text(encoding="utf-8"))
+    facts = [
+        f"{state['global_step']:,} steps, {state['epoch']:.1f} passes over the text. The checkpoint with the highest τ on "
+        "conversations kept out of training was saved."
+    ]
+    measured = [entry for entry in state["log_history"] if "eval_tau" in entry]
+    if measured:
+        shown = [measured[i * (len(measured) - 1) // 5] for i in range(6)] if len(measured) > 6 else measured
+        facts += [
+            "τ on those conversations, each token drafted behind the text's own:",
+            "| step | passes | τ sampled | τ greedy |\n|---|---|---|---|\n"
+            + "\n".join(
+                f"| {entry['step']:,} | {entry['epoch']:.1f} | {entry['eval_tau']:.2f} | {entry['eval_tau_greedy']:.2f} |"
+                for entry in shown
+            ),
+        ]
+    return "\n\n".join(facts)
+
+
+def _serving(config: DSparkConfig, name: str, base_model: str) -> str:
+    """How to write the drafter for the engines that can express it, and how to start them."""
+    whole = config.draft_vocab_size is None
+    dflash = whole and not (config.markov_rank or config.enable_confidence_head or config.sample_from_anchor)
+    deepspec = whole and config.sample_from_anchor
+
+    def convert(folder: str, packaging: str) -> str:
+        return f"```bash\nhf-dspark convert {name} {folder} \\\n    --to {packaging} --target {base_model}\n"
+
+    options = {
+        "method": "dflash" if dflash else "dspark",
+        "model": "for-vllm",
+        "num_speculative_tokens": config.num_draft_tokens,
+    }
+    parts = [
+        "Other engines read other forms of the same drafter. vLLM:",
+        convert("for-vllm", "dflash" if dflash else "speculators")
+        + f"vllm serve {base_model} \\\n    --speculative-config '{json.dumps(options)}'\n```",
+    ]
+    if dflash or deepspec:
+        parts += [
+            "SGLang:" if dflash else "SGLang, where the target is a Qwen3:",
+            convert("for-sglang", "dflash" if dflash else "deepspec")
+            + f"python -m sglang.launch_server --model-path {base_model} \\\n"
+            f"    --speculative-algorithm {'DFLASH' if dflash else 'DSPARK'} --speculative-draft-model-path for-sglang\n```",
+        ]
+    else:
+        missing = "anchor layout" if whole else "reduced vocabulary"
+        parts.append(f"SGLang reads DeepSpec's form, which cannot express the {missing} of this drafter.")
+    last = "The forms are written after their descriptions and were not tried in the engines themselves."
+    if config.confidence_temperatures is not None:
+        last += " They have no place for calibration: convert a copy whose `confidence_temperatures` are `None`."
+    return "\n\n".join([*parts, last])
 
 
 def _table(results: Sequence[dict[str, Any]], count: int) -> str:
@@ -115,4 +196,8 @@ def _scheduling(drafter: DSparkDraftModel) -> str:
     profile = "No load profile comes along"
     if drafter.load_profile is not None:
         profile = "The load profile in this folder is that of the machine it was measured on"
-    return f"{calibrated} {profile}; measure your own with `drafter.load_profile = LoadProfile.measure(target, drafter)`."
+    return (
+        "How many drafted tokens are verified follows from the drafter's confidences and from what a forward costs. "
+        f"{calibrated} {profile}; measure your own:\n\n```python\nfrom hf_dspark import LoadProfile\n\n"
+        "drafter.load_profile = LoadProfile.measure(target, drafter)\n```"
+    )

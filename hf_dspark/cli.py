@@ -506,7 +506,7 @@ def card(
     results: Annotated[Path | None, typer.Option(help="JSON that `hf-dspark evaluate --output` wrote.")] = None,
     license: Annotated[str | None, typer.Option(help="Such as apache-2.0.")] = None,
     dataset: Annotated[list[str] | None, typer.Option(help="Repo id of training prompts; may be repeated.")] = None,
-    notes: Annotated[Path | None, typer.Option(help="Markdown to include: how it was trained, on what, for how long.")] = None,
+    notes: Annotated[Path | None, typer.Option(help="Markdown to include: what else is to be known.")] = None,
     json_output: JsonOutput = False,
 ) -> None:
     """Write the model card of a drafter from what was measured.
@@ -516,7 +516,8 @@ def card(
       hf-dspark card --drafter my-drafter --base-model Qwen/Qwen3-4B \\
         --results results.json --license apache-2.0
     """
-    from .card import model_card
+    from .card import model_card, training_facts
+    from .formats import own
     from .formats.files import write_text
 
     content = model_card(
@@ -526,10 +527,12 @@ def card(
         results=() if results is None else _read_results(results),
         license=license,
         datasets=dataset or (),
+        training=training_facts(drafter),
         notes="" if notes is None else notes.read_text(encoding="utf-8"),
     )
     path = drafter / "README.md"
     write_text(path, str(content))
+    own.complete_folder(drafter)
     print(json.dumps({"output": str(path)}) if json_output else f"Card written to {path}.")
 
 
@@ -552,7 +555,8 @@ def push(
 ) -> None:
     """Upload a drafter to the Hub, after checking that it loads.
 
-    Its card, calibration and load profile go with it.
+    Its card, calibration and load profile go with it. A drafter saved by an
+    earlier version first gets the files that AutoModel and custom_generate need.
 
     \b
     Examples:
@@ -560,16 +564,22 @@ def push(
     """
     from huggingface_hub import HfApi
 
+    from .formats import own
+
     drafter_by_name(drafter)
+    own.complete_folder(drafter)
     api = HfApi()
     url = api.create_repo(repo_id, private=private, exist_ok=True)
-    api.upload_folder(
-        repo_id=url.repo_id,
-        folder_path=drafter,
-        allow_patterns=["*.safetensors", "*.json", "*.md", "*.jinja"],
-        ignore_patterns=["checkpoint-*"],
-        commit_message="Upload DSpark drafter",
-    )
+    try:
+        api.upload_folder(
+            repo_id=url.repo_id,
+            folder_path=drafter,
+            allow_patterns=["*.safetensors", "*.json", "*.md", "*.jinja", *own.CODE_FILES],
+            ignore_patterns=["checkpoint-*"],
+            commit_message="Upload DSpark drafter",
+        )
+    except RuntimeError as error:  # of a file; the reason is what it was raised from
+        raise OSError(f"{error} {error.__cause__ or ''} Nothing was committed; push again.") from error
     print(json.dumps({"url": str(url)}) if json_output else url)
 
 

@@ -113,6 +113,10 @@ class DSparkConfig(PreTrainedConfig):
             self.draft_vocab_size = None
         super().__post_init__(**kwargs)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Does nothing. `AutoConfig` calls it after loading with `trust_remote_code`; each save would then copy this file."""
+
     @property
     def num_draft_tokens(self) -> int:
         """K: tokens drafted per block."""

@@ -7,6 +7,7 @@ The command line, the examples and the Space all start here. In your own code `A
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -41,12 +42,15 @@ def target_by_name(name: str = "default") -> tuple[PreTrainedModel, PreTrainedTo
     return model.to(device), tokenizer  # type: ignore[arg-type]
 
 
-def drafter_by_name(name: str | os.PathLike = "default", target: PreTrainedModel | None = None) -> DSparkDraftModel:
+def drafter_by_name(
+    name: str | os.PathLike = "default", target: PreTrainedModel | None = None, **hub_kwargs: Any
+) -> DSparkDraftModel:
     """Loads a drafter.
 
     Args:
         name (`str` or `os.PathLike`, defaults to `"default"`): folder or repo id; `"default"` is the one that comes along.
         target (`PreTrainedModel`, *optional*): gives precision and device; without one the drafter is as it is on disk.
+        hub_kwargs: `revision`, `token`, … of [`DSparkDraftModel.from_pretrained`].
 
     Returns:
         [`DSparkDraftModel`], in evaluation mode.
@@ -56,8 +60,10 @@ def drafter_by_name(name: str | os.PathLike = "default", target: PreTrainedModel
     """
     folder = DRAFTER_FOLDER if name == "default" else name
     if target is None:
-        return DSparkDraftModel.from_pretrained(folder)
-    drafter = DSparkDraftModel.from_pretrained(folder, dtype=target.dtype).to(target.device)
+        return DSparkDraftModel.from_pretrained(folder, **hub_kwargs)
+    drafter = DSparkDraftModel.from_pretrained(folder, dtype=target.dtype, **hub_kwargs)
+    if target.device.type != "meta":  # offloaded weights have no place
+        drafter = drafter.to(target.device)
     if name == "default":  # its profile may be of another machine: better than none, and soon corrected
         drafter.load_profile = drafter.load_profile.live()
     return drafter

@@ -36,8 +36,8 @@ from transformers.utils import logging
 from .configuration_dspark import DSparkConfig
 from .errors import CheckpointError
 from .formats import find_target_copies, packaging_of, read_checkpoint
-from .formats.files import LOAD_PROFILE_NAME, find_folder, progress_bars_off, replaced_files
-from .formats.own import DRAFTER_FIELDS
+from .formats.files import DOWNLOAD_OPTIONS, LOAD_PROFILE_NAME, find_folder, progress_bars_off, replaced_files
+from .formats.own import AUTO_MAP, DRAFTER_FIELDS, write_code_files
 from .formats.target_copies import TargetCopies
 from .heads import MARKOV_HEADS, ConfidenceHead
 from .load_profile import LoadProfile
@@ -46,7 +46,6 @@ from .statistics import Round, Statistics
 
 logger = logging.get_logger(__name__)
 
-_DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 _UPLOAD_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 
 
@@ -260,7 +259,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             return super().from_pretrained(None, *model_args, config=config, **kwargs)
         if kwargs.pop("use_safetensors", None) is False:
             raise CheckpointError("`use_safetensors=False` asks for a pickle, which is never read. Leave it out.")
-        download = {name: kwargs.pop(name) for name in _DOWNLOAD_OPTIONS if name in kwargs}
+        download = {name: kwargs.pop(name) for name in DOWNLOAD_OPTIONS if name in kwargs}
         folder = find_folder(
             pretrained_model_name_or_path, check=packaging_of, subfolder=kwargs.pop("subfolder", ""), **download
         )
@@ -297,6 +296,9 @@ class DSparkDraftModel(DSparkPreTrainedModel):
     ) -> None:
         """Saves configuration, weights and, if there is one, the load profile. The target's tensors are not among them.
 
+        Beside them come three small files through which `AutoModel` and `generate(custom_generate=…)` find this package
+        with `trust_remote_code=True`.
+
         Files are completed in a hidden folder and then moved into place, so a crash leaves no half-written one behind.
         Files of an earlier save that are no longer needed are removed.
 
@@ -315,9 +317,12 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             return super().save_pretrained(save_directory, is_main_process, state_dict, push_to_hub, **options)
         folder, repo_id = Path(save_directory), options.pop("repo_id", None)
         upload = {name: options.pop(name) for name in _UPLOAD_OPTIONS if name in options}
+        self.config.auto_map = dict(AUTO_MAP)
         with progress_bars_off(), replaced_files(folder, variant) as staged:
             super().save_pretrained(staged, is_main_process, state_dict, **options)
             written = any(staged.iterdir())  # not where another process writes
+            if written:
+                write_code_files(staged)
             if written and self.load_profile is not None:
                 self.load_profile.save(staged / LOAD_PROFILE_NAME)
         if push_to_hub and written:
@@ -380,8 +385,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         Returns:
             `torch.Tensor` of shape `(R, Q, D)`, on the drafter's device and in its dtype.
         """
-        embedding: Any = self.bound_target.embedding
-        return embedding(input_ids.to(embedding.weight.device)).to(self.device, self.dtype)
+        return self.bound_target.embed(input_ids).to(self.device, self.dtype)
 
     def base_logits(self, hidden_states: Tensor) -> Tensor:
         """U: the target's LM head on draft states.
@@ -453,30 +457,55 @@ class _BoundTarget:
         self.model = weakref.ref(target)
         self.embedding = target.get_input_embeddings()
         self.head = target.get_output_embeddings()
+        self.width = _width(self.embedding)
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
         token_ids = drafter.draft_token_ids
         # The rows that a reduced vocabulary needs, in one piece: the only copy, of Vd x D.
         self.row_head: Any = None
         if token_ids is not None:
-            rows = self.head.weight.detach()[token_ids.to(self.head.weight.device)]
+            rows = self._rows(token_ids, config.vocab_size, target.dtype)
             self.row_head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
             self.row_head.weight = nn.Parameter(rows, requires_grad=False)
             if any(isinstance(module, PackedLinear) for module in drafter.modules()):  # packed like the drafter itself
                 self.row_head = PackedLinear(self.row_head, drafter.config.num_draft_tokens)
 
+    @torch.no_grad()
+    def _rows(self, token_ids: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
+        """Rows of the head, `(Vd, D)`, as it uses them itself."""
+        weight = self.head.weight.detach()
+        if type(weight) is Tensor and _is_plain(weight) and not weight.is_meta and len(weight) == vocab_size:
+            return weight[token_ids.to(weight.device)]
+        # Quantised, offloaded or split over processes: the head answers unit vectors with its columns.
+        columns = []
+        for units in torch.eye(self.width, dtype=dtype, device=token_ids.device).split(256):
+            answers = self._run(self.head, units)
+            columns.append(answers[:, token_ids.to(answers.device)])
+        return torch.cat(columns).T.contiguous()
+
+    @staticmethod
+    def _run(module: Any, inputs: Tensor) -> Tensor:
+        """Output of the target's embedding or head, for inputs from any device and in any dtype."""
+        weight = module.weight
+        if not weight.is_meta:  # an offloaded module moves its inputs itself
+            inputs = inputs.to(weight.device)
+        if inputs.is_floating_point() and _is_plain(weight):  # a quantised one casts them itself
+            inputs = inputs.to(weight.dtype)
+        return module(inputs)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Embeddings `(..., D)` as the target makes them."""
+        return self._run(self.embedding, input_ids)
+
     def base_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits of the draft vocabulary, `(..., D)` to `(..., Vd)`, float32."""
         if self.row_head is None:
             return self.full_logits(hidden_states)
-        rows = self.row_head.weight
-        return self._finish(self.row_head(hidden_states.to(rows.device, rows.dtype)))
+        return self._finish(self._run(self.row_head, hidden_states)).to(hidden_states.device)
 
     def full_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits of the target's whole vocabulary, `(..., D)` to `(..., V)`, float32."""
-        weight = self.head.weight
-        dtype = weight.dtype if weight.is_floating_point() else None  # a quantised head casts for itself
-        return self._finish(self.head(hidden_states.to(weight.device, dtype)))
+        return self._finish(self._run(self.head, hidden_states)).to(hidden_states.device)
 
     def _finish(self, logits: Tensor) -> Tensor:
         """What the target does behind its head; the Markov bias comes after it."""
@@ -519,6 +548,10 @@ def _check_pair(target: PreTrainedModel, draft_config: DSparkConfig) -> None:
             f"this drafter does not belong to this target: `mask_token_id` {draft_config.mask_token_id} is not below its "
             f"`vocab_size` {config.vocab_size}. Load the drafter that was trained for this target."
         )
+
+
+def _is_plain(weight: Tensor) -> bool:
+    return weight.is_floating_point() and weight.element_size() > 1
 
 
 def _width(embedding: Any) -> int:

@@ -39,6 +39,11 @@ def make_drafter(dtype: torch.dtype = torch.float32, **changes) -> DSparkDraftMo
     return drafter.to(dtype)
 
 
+def file_names(folder: Path) -> list[str]:
+    """Every file of a folder and of those inside it, in order."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
 def make_target() -> Qwen3ForCausalLM:
     """A Qwen3 of four layers, for the drafters of [`make_config`]."""
     torch.manual_seed(1)

@@ -20,6 +20,7 @@ from packagings import (
     draft,
     edit_config,
     edit_tensors,
+    file_names,
     is_refused,
     make_config,
     make_drafter,
@@ -33,7 +34,7 @@ from transformers.utils import logging
 
 from hf_dspark import DSparkDraftModel, LoadProfile, formats
 from hf_dspark.errors import CheckpointError
-from hf_dspark.formats import checks, files, read_checkpoint, target_copies
+from hf_dspark.formats import checks, files, own, read_checkpoint, target_copies
 
 SHARED = Path(os.environ.get("HF_DSPARK_SHARED", Path(__file__).parents[2] / "shared"))
 GOLDEN = SHARED / "golden"
@@ -277,9 +278,9 @@ def test_write_read_write_gives_the_same_bytes(tmp_path, changes):
         drafter = loaded.from_pretrained(tmp_path / "first")
         assert type(drafter) is DSparkDraftModel and drafter.load_profile == PROFILE
         drafter.save_pretrained(tmp_path / f"again{number}")
-        names = sorted(os.listdir(tmp_path / "first"))
-        assert names == sorted(os.listdir(tmp_path / f"again{number}"))
-        assert names == ["config.json", "load_profile.json", "model.safetensors"]
+        names = file_names(tmp_path / "first")
+        assert names == file_names(tmp_path / f"again{number}")
+        assert names == sorted([*own.CODE_FILES, "config.json", "load_profile.json", "model.safetensors"])
         for name in names:
             assert (tmp_path / "first" / name).read_bytes() == (tmp_path / f"again{number}" / name).read_bytes()
 
@@ -308,7 +309,7 @@ def test_shards_and_what_an_earlier_save_left(folder, target):
 
     again.load_profile = None
     again.save_pretrained(folder)
-    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors", "notes.txt"]
+    assert file_names(folder) == sorted([*own.CODE_FILES, "config.json", "model.safetensors", "notes.txt"])
     assert_same(draft(DSparkDraftModel.from_pretrained(folder), target), outputs)
 
 
@@ -321,7 +322,7 @@ def test_variant(folder):
 
 
 def test_a_crash_while_saving_leaves_the_old_checkpoint(folder, monkeypatch):
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = {name: (folder / name).read_bytes() for name in file_names(folder)}
     drafter = DSparkDraftModel.from_pretrained(folder)
     drafter.config.rms_norm_eps = 1e-5
 
@@ -332,7 +333,7 @@ def test_a_crash_while_saving_leaves_the_old_checkpoint(folder, monkeypatch):
     monkeypatch.setattr("transformers.modeling_utils.safe_save_file", crash)
     with pytest.raises(OSError, match="no space left"):
         drafter.save_pretrained(folder)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert {name: (folder / name).read_bytes() for name in file_names(folder)} == before
 
 
 def test_only_the_main_process_writes(tmp_path):
@@ -367,10 +368,10 @@ def test_push_to_hub(tmp_path, monkeypatch):
     drafter.save_pretrained(tmp_path / "drafter", push_to_hub=True, token="secret", commit_message="better")
     assert seen == {
         "created": ("drafter", "secret"),
-        "uploaded": ["README.md", "config.json", "load_profile.json", "model.safetensors"],
+        "uploaded": sorted(["README.md", *own.CODE_FILES, "config.json", "load_profile.json", "model.safetensors"]),
         "message": "better",
     }
-    assert sorted(os.listdir(tmp_path / "drafter")) == ["config.json", "load_profile.json", "model.safetensors"]
+    assert "README.md" not in file_names(tmp_path / "drafter")  # transformers' own, of the upload alone
 
 
 # ---- refusals ----

@@ -137,7 +137,8 @@ def tiny_drafter(
     Returns:
         `DSparkDraftModel`: in evaluation mode; K is 5.
     """
-    size, shape = target.config.vocab_size, {}
+    text = target.config.get_text_config(decoder=True)
+    size, shape = text.vocab_size, {}
     if draft_token_ids is not None:
         shape["draft_vocab_size"] = len(draft_token_ids)
     shape |= {
@@ -152,12 +153,12 @@ def tiny_drafter(
         "block_size": 5,
         "mask_token_id": MASK,
         "target_layer_ids": [-1, 0, 2],
-        "num_target_layers": target.config.num_hidden_layers,
+        "num_target_layers": text.num_hidden_layers,
         "markov_rank": size,
         "pad_token_id": PAD,
         "bos_token_id": BOS,
         "eos_token_id": EOS,
-        "attn_implementation": target.config._attn_implementation,
+        "attn_implementation": text._attn_implementation,
     }
     torch.manual_seed(seed)
     drafter = DSparkDraftModel(DSparkConfig(**(shape | config))).eval()
@@ -182,7 +183,7 @@ def tiny_drafter(
 @torch.no_grad()
 def table(target: PreTrainedModel) -> Tensor:
     """Log-probability of every token behind every token, over random contexts, `(V, V)`."""
-    size = target.config.vocab_size
+    size = target.config.get_text_config(decoder=True).vocab_size
     ids = torch.stack([torch.randperm(size, generator=torch.Generator().manual_seed(seed)) for seed in range(16)])
     log_probabilities = target(input_ids=ids).logits.log_softmax(-1)  # (16, V, V)
     return log_probabilities.new_zeros(size, size).index_add_(0, ids.flatten(), log_probabilities.flatten(0, 1)) / len(ids)

@@ -33,6 +33,7 @@ from ..errors import CheckpointError
 
 CONFIG_NAME = "config.json"
 LOAD_PROFILE_NAME = "load_profile.json"
+DOWNLOAD_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _SHARD_NAME = re.compile(r"[\w.-]{1,200}\.safetensors")  # no separator: a shard lies beside its index or nowhere
 
@@ -246,12 +247,14 @@ def replaced_files(folder: Path, variant: str | None = None) -> Iterator[Path]:
     staged = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
     try:
         yield staged
+        files = [path.relative_to(staged).as_posix() for path in staged.rglob("*") if path.is_file()]
         # The configuration goes last: without one, an unfinished new folder is not mistaken for a drafter.
-        written = sorted(os.listdir(staged), key=lambda name: (name == CONFIG_NAME, name))
+        written = sorted(files, key=lambda name: (name == CONFIG_NAME, name))
         for name in written:
             with (staged / name).open("r+b") as file:
                 os.fsync(file.fileno())  # a rename must not reach the disk before the content does
         for name in written:
+            (folder / name).parent.mkdir(exist_ok=True)
             os.replace(staged / name, folder / name)
         single, index, shards = _weight_names(variant)
         if single in written or index in written:

@@ -2,11 +2,18 @@
 
 Only the fields that describe a drafter are taken. A configuration of the host may hold more, and some of it chooses
 what code runs (an attention kernel from the Hub, a quantiser): a file does not get to choose that.
+
+transformers can run code from a model's folder when the user trusts it: `AutoModel` the file that `auto_map` names,
+`generate(custom_generate=…)` the file `custom_generate/generate.py`. Both are saved beside the weights (`own_files`) and
+only import this package. A copy of its code in every folder would age there, and without the hook no drafter drafts.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -14,10 +21,13 @@ from transformers import PreTrainedConfig
 from ..configuration_dspark import DSparkConfig
 from ..errors import CheckpointError
 from .backbone import Converted
+from .files import CONFIG_NAME, read_json, write_text
 
 NAME = "hf_dspark"
 TARGET_COPIES: tuple[str, ...] = ()
 RENAMED: dict[str, str] = {}
+AUTO_MAP = {"AutoConfig": "modeling_hf_dspark.DSparkConfig", "AutoModel": "modeling_hf_dspark.DSparkDraftModel"}
+CODE_FILES = ("modeling_hf_dspark.py", "custom_generate/generate.py", "custom_generate/requirements.txt")
 
 _HOST_FIELDS = {field.name for field in fields(PreTrainedConfig)}
 DRAFTER_FIELDS = {field.name for field in fields(DSparkConfig)} - _HOST_FIELDS
@@ -53,3 +63,18 @@ def convert(raw: dict[str, Any]) -> Converted:
     notes = [f"config.json: {', '.join(unknown)} is not known to this version of hf_dspark and was ignored."]
     fields = {name: raw[name] for name in DRAFTER_FIELDS if name in raw}
     return Converted(fields, notes=notes if unknown else [])
+
+
+def write_code_files(folder: Path) -> None:
+    """Writes the files that load and run a drafter where nobody has imported this package."""
+    (folder / "custom_generate").mkdir(exist_ok=True)
+    for name in CODE_FILES:
+        shutil.copyfile(Path(__file__).parent / "own_files" / name, folder / name)
+
+
+def complete_folder(folder: Path) -> None:
+    """Adds those files to a drafter saved before there were any; a folder in another packaging is left as it is."""
+    raw = read_json(folder / CONFIG_NAME)
+    if recognises(raw):
+        write_code_files(folder)
+        write_text(folder / CONFIG_NAME, json.dumps(raw | {"auto_map": AUTO_MAP}, indent=2, sort_keys=True) + "\n")

@@ -33,7 +33,7 @@ class TargetCopies:
     def compare(self, target: PreTrainedModel, token_ids: torch.Tensor | None = None) -> None:
         """Reads the file once and compares it with `target`.
 
-        Weights that cannot be compared (quantised, or offloaded and not in memory) are taken on trust.
+        Weights that cannot be compared (quantised, split over processes, or offloaded and not in memory) are taken on trust.
 
         Args:
             target (`PreTrainedModel`): a target of the same vocabulary and width.
@@ -49,7 +49,7 @@ class TargetCopies:
         }
         for name, header in self.headers.items():
             weight = modules[name].weight.detach()
-            if weight.dtype not in FLOAT_DTYPES.values() or weight.is_meta:
+            if type(weight) is not torch.Tensor or weight.dtype not in FLOAT_DTYPES.values() or weight.is_meta:
                 continue
             rows = token_ids if token_ids is not None and name == "lm_head.weight" else torch.arange(len(weight))
             if (len(rows), weight.shape[1]) != header.shape or not _same(header, weight, rows):
