@@ -14,6 +14,7 @@ import pytest
 import torch
 from packagings import (
     BLOCK,
+    GEMMA4,
     HIDDEN,
     VOCABULARY,
     assert_same,
@@ -131,7 +132,8 @@ def test_deepspec_sliding_layers(tmp_path, target):
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        (dict(architectures=["Gemma4DSparkModel"], model_type="gemma4_text"), "a Gemma4 drafter of DeepSpec"),
+        (dict(architectures=["Gemma4ForCausalLM"], model_type="gemma4_text"), "a language model, which is not read"),
+        (dict(architectures=["Gemma4Eagle3Model"], model_type="gemma4_text"), "an EAGLE-3 drafter"),
         (dict(architectures=["Qwen3Eagle3Model"], model_type="qwen3"), "an EAGLE-3 drafter"),
         (dict(model_type="deepseek_v4", dspark_block_size=5), "inside of a DeepSeek-V4 checkpoint"),
         (dict(model_type="lfm2"), "an LFM2 drafter"),
@@ -650,6 +652,8 @@ def test_expected_shapes_are_those_of_the_model():
         dict(markov_rank=0, num_key_value_heads=4),
         dict(enable_confidence_head=False, target_layer_ids=[-1, 0, 1]),
         dict(confidence_head_with_markov=False),
+        GEMMA4,
+        GEMMA4 | dict(attention_k_eq_v=False),
     ):
         drafter = DSparkDraftModel(make_config(**changes))
         found = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}

@@ -22,6 +22,7 @@ _OPTIONAL = (
     "attention_bias", "attention_dropout", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id",
 )  # fmt: skip
 HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+NO_GEMMA4 = "its draft layers are Qwen3's; write deepspec"
 NO_CALIBRATION = "it has no place for calibration; set the field to None if the raw confidences will do"
 SAVED_TOGETHER = "Use the config.json that was saved with the weights."
 # Fields and decisions that several packagings share.

@@ -22,6 +22,7 @@ from ..errors import CheckpointError
 from .backbone import (
     HEADS,
     NO_CALIBRATION,
+    NO_GEMMA4,
     SAVED_TOGETHER,
     Converted,
     convert_layers,
@@ -149,6 +150,7 @@ def describe(config: DSparkConfig, target: PreTrainedModel | None) -> tuple[dict
     """
     refuse_inexpressible(
         NAME,
+        (config.backbone_type != "qwen3", "backbone_type", config.backbone_type, NO_GEMMA4),
         (config.confidence_temperatures is not None, "confidence_temperatures", config.confidence_temperatures, NO_CALIBRATION),
     )
     if target is None:
