@@ -160,12 +160,13 @@ class DSparkConfig(PreTrainedConfig):
         if ids[0] < -1 or (count is not None and ids[-1] >= count):
             raise ValueError(
                 "`target_layer_ids` must lie between -1 (the embedding) and the target's last layer but one"
-                f"{'' if count is None else f' ({count - 2})'}, got {ids}."
+                f"{'' if count is None else f' ({count - 2}, since `num_target_layers` is {count})'}, got {ids}."
             )
         if count is not None and ids[-1] == count - 1:  # if not known, seen when a target is bound
             raise ValueError(
-                f"`target_layer_ids` names the target's last layer ({ids[-1]}): transformers returns that state after the "
-                "final norm, which is not what a drafter was trained on. Use an earlier layer."
+                f"`target_layer_ids` names the target's last layer ({ids[-1]}, since `num_target_layers` is {count}): "
+                "transformers returns that state after the final norm, which is not what a drafter was trained on. Use an "
+                "earlier layer."
             )
 
     def validate_backbone(self):

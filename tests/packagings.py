@@ -5,7 +5,6 @@ mistake.
 """
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -13,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig, Qwen3Config, Qwen3ForCausalLM
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
-from hf_dspark.errors import CheckpointError
 
 VOCABULARY, HIDDEN, BLOCK, MASK = 61, 32, 4, 60
 PARALLEL = dict(markov_rank=0, enable_confidence_head=False, sample_from_anchor=False)
@@ -354,15 +352,3 @@ def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
     assert len(left) == len(right)
     for a, b in zip(left, right, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)  # the last bits depend on where in memory a weight lies
-
-
-def is_refused(damaged: Path) -> bool:
-    """Whether a checkpoint is refused, which must be by naming it and by nothing but our own error; it is gone afterwards."""
-    try:
-        DSparkDraftModel.from_pretrained(damaged)
-    except CheckpointError as error:
-        assert str(damaged) in str(error)
-        return True
-    finally:
-        shutil.rmtree(damaged)
-    return False
