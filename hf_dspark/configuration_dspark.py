@@ -14,6 +14,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
+BACKBONE_TYPES = ("qwen3", "gemma4")
 HEAD_TYPES = ("vanilla", "gated", "rnn")
 
 
@@ -23,6 +24,7 @@ class DSparkConfig(PreTrainedConfig):
     Args:
         vocab_size (`int` or `None`, defaults to 151936): vocabulary of the target, padding rows included; `None` if not known,
             for a drafter without sequential head and reduced vocabulary.
+        backbone_type (`str`, defaults to `"qwen3"`): whose layers the draft layers are, `"qwen3"` or `"gemma4"`.
         hidden_size (`int`, defaults to 2560): width D of the drafter; equal to the target's, whose embedding and head it uses.
         intermediate_size (`int`, defaults to 9728): width of the MLP.
         num_hidden_layers (`int`, defaults to 5): draft layers.
@@ -34,6 +36,8 @@ class DSparkConfig(PreTrainedConfig):
         rms_norm_eps (`float`, defaults to 1e-6): epsilon of every RMSNorm.
         rope_parameters (`dict`, *optional*): `rope_type`, `rope_theta` and what the type needs; the drafter's own.
         attention_bias (`bool`, defaults to `False`): whether the attention projections have a bias.
+        attention_k_eq_v (`bool`, defaults to `False`): whether values are made of the key projection, without one of their
+            own; only with `"gemma4"` layers.
         attention_dropout (`float`, defaults to 0.0): dropout on attention weights while training.
         sliding_window (`int`, *optional*): a block sees only this many positions back; everything when not given.
         initializer_range (`float`, defaults to 0.02): standard deviation of new weights.
@@ -55,6 +59,8 @@ class DSparkConfig(PreTrainedConfig):
         greedy_confidence_temperatures, greedy_confidence_offsets (`list[float]`, *optional*): the same for greedy
             decoding, where a draft survives if it is the target's first choice, not in proportion to how much two laws
             overlap; the values above serve for both when these are not given.
+        final_logit_softcapping (`float`, *optional*): what the target caps its logits at, and thereby those of the drafter;
+            compared with the target's own unless it is `None`.
         draft_vocab_size (`int`, *optional*): size of a reduced draft vocabulary; the whole vocabulary when not given.
         pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): the target's special tokens.
         tie_word_embeddings (`bool`, defaults to `False`): not used; a drafter has no embedding or head of its own.
@@ -66,6 +72,7 @@ class DSparkConfig(PreTrainedConfig):
     model_type = "hf_dspark"
 
     vocab_size: int | None = 151936
+    backbone_type: str = "qwen3"
     hidden_size: int = 2560
     intermediate_size: int = 9728
     num_hidden_layers: int = 5
@@ -77,6 +84,7 @@ class DSparkConfig(PreTrainedConfig):
     rms_norm_eps: float = 1e-6
     rope_parameters: RopeParameters | dict | None = None
     attention_bias: bool = False
+    attention_k_eq_v: bool = False
     attention_dropout: float | int = 0.0
     sliding_window: int | None = None
     initializer_range: float = 0.02
@@ -94,6 +102,7 @@ class DSparkConfig(PreTrainedConfig):
     confidence_offsets: list[float] | None = None
     greedy_confidence_temperatures: list[float] | None = None
     greedy_confidence_offsets: list[float] | None = None
+    final_logit_softcapping: float | int | None = None
     draft_vocab_size: int | None = None
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -178,13 +187,25 @@ class DSparkConfig(PreTrainedConfig):
         if ids[0] < -1 or (count is not None and ids[-1] >= count):
             raise ValueError(
                 "`target_layer_ids` must lie between -1 (the embedding) and the target's last layer but one"
-                f"{'' if count is None else f' ({count - 2})'}, got {ids}."
+                f"{'' if count is None else f' ({count - 2}, since `num_target_layers` is {count})'}, got {ids}."
             )
         if count is not None and ids[-1] == count - 1:  # if not known, seen when a target is bound
             raise ValueError(
-                f"`target_layer_ids` names the target's last layer ({ids[-1]}): transformers returns that state after the "
-                "final norm, which is not what a drafter was trained on. Use an earlier layer."
+                f"`target_layer_ids` names the target's last layer ({ids[-1]}, since `num_target_layers` is {count}): "
+                "transformers returns that state after the final norm, which is not what a drafter was trained on. Use an "
+                "earlier layer."
             )
+
+    def validate_backbone(self):
+        """The layers are of a known family, and values have a projection where that family wants one."""
+        if self.backbone_type not in BACKBONE_TYPES:
+            raise ValueError(f"`backbone_type` must be one of {', '.join(BACKBONE_TYPES)}, got {self.backbone_type!r}.")
+        if self.attention_k_eq_v and self.backbone_type != "gemma4":
+            raise ValueError(
+                f"`attention_k_eq_v` is for `backbone_type` 'gemma4', whose values are normalised, not {self.backbone_type!r}."
+            )
+        if self.final_logit_softcapping is not None and not self.final_logit_softcapping > 0:
+            raise ValueError(f"`final_logit_softcapping` must be positive or None, got {self.final_logit_softcapping}.")
 
     def validate_heads(self):
         """The sequential head is of a known type and the calibration fits the block."""

@@ -21,16 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    eager_attention_forward,
-    rotate_half,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.utils import logging
 
 from .configuration_dspark import DSparkConfig
@@ -40,6 +32,7 @@ from .formats.files import DOWNLOAD_OPTIONS, LOAD_PROFILE_NAME, find_folder, pro
 from .formats.own import AUTO_MAP, DRAFTER_FIELDS, write_code_files
 from .formats.target_copies import TargetCopies
 from .heads import MARKOV_HEADS, ConfidenceHead
+from .layers import BACKBONES
 from .load_profile import LoadProfile
 from .packing import PackedLinear
 from .statistics import Round, Statistics
@@ -47,83 +40,6 @@ from .statistics import Round, Statistics
 logger = logging.get_logger(__name__)
 
 _UPLOAD_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
-
-
-class DSparkAttention(nn.Module):
-    """Attention from the block to `[context ; block]`, no causal mask, with per-head query and key norms."""
-
-    def __init__(self, config: DSparkConfig, layer_idx: int):
-        super().__init__()
-        self.config, self.layer_idx = config, layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = self.head_dim**-0.5
-        self.is_causal = False
-        width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
-        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        context_hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Any = None,
-        cache: Cache | None = None,
-    ) -> Tensor:
-        rows, block_length = hidden_states.shape[:2]
-        sources = torch.cat([context_hidden_states, hidden_states], dim=1)  # (R, C + Q, D)
-        queries = self.q_norm(self.q_proj(hidden_states).view(rows, block_length, -1, self.head_dim)).transpose(1, 2)
-        keys = self.k_norm(self.k_proj(sources).view(rows, sources.shape[1], -1, self.head_dim)).transpose(1, 2)
-        values = self.v_proj(sources).view(rows, sources.shape[1], -1, self.head_dim).transpose(1, 2)
-
-        cos, sin = (table[:, None] for table in position_embeddings)  # (R, 1, C + Q, head_dim)
-        keys = keys * cos + rotate_half(keys) * sin
-        cos, sin = cos[:, :, -block_length:], sin[:, :, -block_length:]
-        queries = queries * cos + rotate_half(queries) * sin
-
-        if cache is not None:
-            keys, values = cache.update(keys, values, self.layer_idx)
-        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, _ = attend(
-            self,
-            queries,
-            keys,
-            values,
-            attention_mask,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            is_causal=False,
-        )
-        return self.o_proj(output.reshape(rows, block_length, -1))
-
-
-class DSparkDecoderLayer(GradientCheckpointingLayer):
-    """A Qwen3 layer whose attention also reads the projected target states."""
-
-    def __init__(self, config: DSparkConfig, layer_idx: int):
-        super().__init__()
-        self.self_attn = DSparkAttention(config, layer_idx)
-        self.mlp = Qwen3MLP(config)
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        context_hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Any = None,
-        cache: Cache | None = None,
-    ) -> Tensor:
-        hidden_states = hidden_states + self.self_attn(
-            self.input_layernorm(hidden_states), context_hidden_states, position_embeddings, attention_mask, cache
-        )
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 class DSparkPreTrainedModel(PreTrainedModel):
@@ -134,7 +50,7 @@ class DSparkPreTrainedModel(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "noise_embeds"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["DSparkDecoderLayer"]
+    _no_split_modules = [layer.__name__ for layer in BACKBONES.values()]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -166,9 +82,10 @@ class DSparkDraftModel(DSparkPreTrainedModel):
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(DSparkDecoderLayer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        layer_class = BACKBONES[config.backbone_type]
+        self.hidden_norm = layer_class.norm_class(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(layer_class(config, index) for index in range(config.num_hidden_layers))
+        self.norm = layer_class.norm_class(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)  # type: ignore[arg-type]  # only reads rope fields
         self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
@@ -532,6 +449,11 @@ def _check_pair(target: PreTrainedModel, draft_config: DSparkConfig) -> None:
         ("target_hidden_size", draft_config.target_hidden_size, config.hidden_size),
         ("hidden_size", draft_config.hidden_size, _width(target.get_input_embeddings())),
         ("num_target_layers", draft_config.num_target_layers, config.num_hidden_layers),
+        (
+            "final_logit_softcapping",
+            draft_config.final_logit_softcapping,
+            getattr(config, "final_logit_softcapping", None),
+        ),
     ):
         if expected is not None and expected != found:
             raise ValueError(

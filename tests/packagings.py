@@ -5,17 +5,21 @@ mistake.
 """
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Gemma4ForCausalLM, Gemma4TextConfig, Qwen3Config, Qwen3ForCausalLM
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
-from hf_dspark.errors import CheckpointError
 
 VOCABULARY, HIDDEN, BLOCK, MASK = 61, 32, 4, 60
+PARALLEL = dict(markov_rank=0, enable_confidence_head=False, sample_from_anchor=False)
+GEMMA4 = dict(
+    backbone_type="gemma4", attention_k_eq_v=True, num_key_value_heads=1, head_dim=16, hidden_act="gelu_pytorch_tanh",
+    final_logit_softcapping=3.0,
+    rope_parameters={"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+)  # fmt: skip
 
 
 def make_config(**changes) -> DSparkConfig:
@@ -32,8 +36,9 @@ def make_drafter(dtype: torch.dtype = torch.float32, **changes) -> DSparkDraftMo
     torch.manual_seed(0)
     drafter = DSparkDraftModel(make_config(**changes)).eval()
     with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, tensor in drafter.state_dict().items():
+            if name not in ("d2t", "t2d"):
+                tensor.add_(torch.randn_like(tensor) * 0.1)
     if drafter.config.draft_vocab_size is not None:
         drafter.set_draft_vocabulary(torch.arange(0, 3 * drafter.config.draft_vocab_size, 3))
     return drafter.to(dtype)
@@ -52,6 +57,22 @@ def make_target() -> Qwen3ForCausalLM:
         num_key_value_heads=2, head_dim=8, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     return Qwen3ForCausalLM(config).eval()
+
+
+def make_gemma4_target(**changes) -> Gemma4ForCausalLM:
+    """A Gemma4 of four layers, two of them sliding, for drafters of [`GEMMA4`]; its cap is low enough to bend its logits."""
+    torch.manual_seed(1)
+    fields = dict(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, global_head_dim=16, num_global_key_value_heads=1, attention_k_eq_v=True,
+        hidden_size_per_layer_input=0, sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2,
+        final_logit_softcapping=3.0, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    target = Gemma4ForCausalLM(Gemma4TextConfig(**(fields | changes))).eval()
+    with torch.no_grad():
+        for name, tensor in target.state_dict().items():
+            tensor.normal_(std=0.5) if name.endswith("embed_tokens.weight") else tensor.add_(torch.randn_like(tensor) * 0.1)
+    return target
 
 
 def write_deepspec(folder: Path, drafter: DSparkDraftModel, target: Qwen3ForCausalLM, **changes) -> Path:
@@ -75,12 +96,57 @@ def write_deepspec(folder: Path, drafter: DSparkDraftModel, target: Qwen3ForCaus
         described[name] = getattr(config, name)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(described | changes, indent=2))
-    copies = {
-        "embed_tokens.weight": target.get_input_embeddings().weight.detach().to(drafter.dtype),
-        "lm_head.weight": target.get_output_embeddings().weight.detach().to(drafter.dtype),
-    }
-    save_file(drafter.state_dict() | copies, folder / "model.safetensors")
+    save_file(drafter.state_dict() | _copies(drafter, target), folder / "model.safetensors")
     return folder
+
+
+def _copies(drafter: DSparkDraftModel, target) -> dict[str, torch.Tensor]:
+    """What DeepSpec keeps of the target; tied tensors are written twice."""
+    return {
+        "embed_tokens.weight": target.get_input_embeddings().weight.detach().to(drafter.dtype),
+        "lm_head.weight": target.get_output_embeddings().weight.detach().to(drafter.dtype).clone(),
+    }
+
+
+def write_gemma4(folder: Path, drafter: DSparkDraftModel, target: Gemma4ForCausalLM, **changes) -> Path:
+    """Packs a drafter as DeepSpec does for Gemma4: as above, in the words of a Gemma4 configuration."""
+    config, shared = drafter.config, drafter.config.attention_k_eq_v
+    described = {
+        "architectures": ["Gemma4DSparkModel"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attention_k_eq_v": shared,
+        "dtype": str(drafter.dtype).removeprefix("torch."),
+        "enable_moe_block": False,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "global_head_dim": config.head_dim,
+        "head_dim": 8,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["full_attention"] * config.num_hidden_layers,
+        "model_type": "gemma4_text",
+        "num_anchors": 512,
+        "num_global_key_value_heads": config.num_key_value_heads if shared else 1,
+        "num_key_value_heads": 2 if shared else config.num_key_value_heads,
+        "rope_parameters": {
+            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+            "rope_theta": None,  # strays, as some files have them
+            "rope_type": "default",
+        },
+        "sliding_window": 8,
+        "tie_word_embeddings": False,
+        "use_bidirectional_attention": None,
+        "use_double_wide_mlp": False,
+    }
+    for name in (
+        "block_size", "bos_token_id", "confidence_head_with_markov", "enable_confidence_head", "eos_token_id", "hidden_size",
+        "initializer_range", "intermediate_size", "markov_head_type", "markov_rank", "mask_token_id",
+        "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_target_layers", "pad_token_id",
+        "rms_norm_eps", "target_layer_ids", "vocab_size",
+    ):  # fmt: skip
+        described[name] = getattr(config, name)
+    return _write(folder, described | changes, drafter.state_dict() | _copies(drafter, target))
 
 
 def describe_layers(config: DSparkConfig) -> dict:
@@ -199,6 +265,56 @@ def write_modelopt(folder: Path, drafter: DSparkDraftModel, **changes) -> Path:
     return folder
 
 
+def write_muse_glimmer(folder: Path, drafter: DSparkDraftModel, **changes) -> Path:
+    """Packs a drafter as `muse_glimmer_assistant`, whose writer knows neither vocabulary nor layers of the target."""
+    config = drafter.config
+    described = {
+        "architectures": ["MuseGlimmerAssistantModel"],
+        "block_size": config.block_size,
+        "layer_types": ["sliding_attention"] * config.num_hidden_layers,
+        "mask_token_id": config.mask_token_id,
+        "model_type": "muse_glimmer_assistant",
+        "rope_parameters": dict(config.rope_parameters),
+        "target_layer_ids": config.target_layer_ids,
+    }
+    for name in (
+        "attention_bias", "attention_dropout", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "hidden_size",
+        "initializer_range", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
+        "num_key_value_heads", "pad_token_id", "rms_norm_eps", "sliding_window",
+    ):  # fmt: skip
+        described[name] = getattr(config, name)
+    tensors = drafter.state_dict()
+    for theirs, ours in (("encoder.fc", "fc"), ("encoder.output_norm_enc", "hidden_norm")):
+        tensors[f"{theirs}.weight"] = tensors.pop(f"{ours}.weight")
+    return _write(folder, described | changes, tensors)
+
+
+def write_own(folder: Path, drafter: DSparkDraftModel) -> Path:
+    drafter.save_pretrained(folder)
+    return folder
+
+
+def build(packaging: str, folder: Path, **changes) -> Path:
+    """A sound checkpoint in a packaging: its writer with a drafter, and a target, that suit it."""
+    if packaging in ("own", "specforge", "modelopt"):
+        write = {"own": write_own, "specforge": write_specforge, "modelopt": write_modelopt}[packaging]
+        return write(folder, make_drafter(**changes))
+    if packaging in ("dflash", "muse_glimmer"):
+        write = {"dflash": write_dflash, "muse_glimmer": write_muse_glimmer}[packaging]
+        window = dict(sliding_window=5) if packaging == "muse_glimmer" else {}
+        return write(folder, make_drafter(**PARALLEL | window | changes))
+    if packaging == "gemma4":
+        return write_gemma4(folder, make_drafter(**GEMMA4 | changes), make_gemma4_target())
+    reduced = dict(draft_vocab_size=20) if packaging == "reduced" else {}
+    write = write_deepspec if packaging == "deepspec" else write_speculators
+    return write(folder, make_drafter(**reduced | changes), make_target())
+
+
+PACKAGINGS = (
+    "own", "deepspec", "gemma4", "speculators", "reduced", "specforge", "modelopt", "dflash", "muse_glimmer",
+)  # fmt: skip
+
+
 def edit_config(folder: Path, **changes) -> None:
     path = folder / "config.json"
     content = json.loads(path.read_text()) | changes
@@ -241,15 +357,3 @@ def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
     assert len(left) == len(right)
     for a, b in zip(left, right, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)  # the last bits depend on where in memory a weight lies
-
-
-def is_refused(damaged: Path) -> bool:
-    """Whether a checkpoint is refused, which must be by naming it and by nothing but our own error; it is gone afterwards."""
-    try:
-        DSparkDraftModel.from_pretrained(damaged)
-    except CheckpointError as error:
-        assert str(damaged) in str(error)
-        return True
-    finally:
-        shutil.rmtree(damaged)
-    return False

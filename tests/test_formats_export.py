@@ -130,7 +130,7 @@ def test_targets_that_do_not_do(tmp_path, target):
     with pytest.raises(ValueError, match="`num_target_layers` of the drafter is 5, the target's is 4"):
         export_checkpoint(make_drafter(num_target_layers=5), tmp_path / "d", "speculators", target)
     llama = tiny_target()
-    with pytest.raises(CheckpointError, match="`model_type` of this one is 'llama'"):
+    with pytest.raises(CheckpointError, match="`model_type` of this target is 'llama'"):
         export_checkpoint(tiny_drafter(llama), tmp_path / "d", "deepspec", llama)
     assert not (tmp_path / "d").exists()
     export_checkpoint(tiny_drafter(llama), tmp_path / "d", "speculators", llama)

@@ -81,7 +81,10 @@ def read_checkpoint(
         trained = _build_config(converted.fields)
         if config is not None and not isinstance(config, DSparkConfig):
             raise CheckpointError(f"`config` must be a DSparkConfig, got a {type(config).__name__}. Leave it out.")
-        config = copy.deepcopy(config) if config is not None else _build_config(converted.fields | (overrides or {}))
+        if config is not None:
+            config = copy.deepcopy(config)
+        else:
+            config = _build_config(converted.fields | overrides) if overrides else trained
         if config.block_size > trained.block_size:
             raise CheckpointError(
                 f"`block_size` {config.block_size} was asked for, but the drafter was trained with "

@@ -22,6 +22,7 @@ _OPTIONAL = (
     "attention_bias", "attention_dropout", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id",
 )  # fmt: skip
 HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+NO_GEMMA4 = "its draft layers are Qwen3's; write deepspec"
 SAVED_TOGETHER = "Use the config.json that was saved with the weights."
 # Fields and decisions that several packagings share.
 PARALLEL_ONLY = {"sample_from_anchor": False, "markov_rank": 0, "enable_confidence_head": False}
@@ -103,8 +104,19 @@ def _rope(raw: dict[str, Any], where: str) -> dict[str, Any]:
         if isinstance(rope, dict):
             rope = {"rope_type": rope.get("type", "default"), **rope, "rope_theta": raw["rope_theta"]}
             rope.pop("type", None)
-    if not isinstance(rope, dict):
-        raise CheckpointError(f"{where}: `rope_parameters` must be an object, got {rope!r}. {SAVED_TOGETHER}")
+    return require_rope(rope, where)
+
+
+def require_rope(rope: Any, where: str = "config.json") -> dict[str, Any]:
+    """Rope settings as they are. The host would fill in a `rope_theta` that is missing, and it would not show.
+
+    Raises:
+        CheckpointError: they are none, or without `rope_theta`.
+    """
+    if not isinstance(rope, dict) or rope.get("rope_theta") is None:
+        raise CheckpointError(
+            f"{where}: `rope_parameters` must be an object with a `rope_theta`, got {rope!r}. {SAVED_TOGETHER}"
+        )
     return dict(rope)
 
 

@@ -99,18 +99,24 @@ def expected_shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
+    if config.attention_k_eq_v:
+        del linear["self_attn.v_proj"]
     norms = {
         "self_attn.q_norm": head,
         "self_attn.k_norm": head,
         "input_layernorm": hidden,
         "post_attention_layernorm": hidden,
     }
+    if config.backbone_type == "gemma4":
+        norms |= {"pre_feedforward_layernorm": hidden, "post_feedforward_layernorm": hidden}
     for layer in range(config.num_hidden_layers):
         for name, shape in linear.items():
             shapes[f"layers.{layer}.{name}.weight"] = shape
             if config.attention_bias and name.startswith("self_attn"):
                 shapes[f"layers.{layer}.{name}.bias"] = shape[:1]
         shapes |= {f"layers.{layer}.{name}.weight": (size,) for name, size in norms.items()}
+        if config.backbone_type == "gemma4":
+            shapes[f"layers.{layer}.layer_scalar"] = (1,)
     if rank:
         shapes["markov_head.markov_w1.weight"] = (config.vocab_size, rank)
         shapes["markov_head.markov_w2.weight"] = (config.draft_logits_size, rank)
@@ -205,7 +211,7 @@ def check_values(config: DSparkConfig, tensors: Mapping[str, Tensor]) -> None:
         CheckpointError: a value is not finite, or `d2t` and `t2d` describe no draft vocabulary or two different ones.
     """
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        if tensor.is_floating_point() and not all(bool(end.isfinite()) for end in tensor.aminmax()):  # without temporaries
             count = tensor.numel() - int(tensor.isfinite().sum())
             raise CheckpointError(
                 f"`{name}` must be finite, got {count} infinite or undefined values. The training diverged: use an "

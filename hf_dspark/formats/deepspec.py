@@ -1,9 +1,10 @@
-"""The packaging of DeepSpec, the reference code, for Qwen3 targets: DSpark drafters and their DFlash siblings.
+"""The packaging of DeepSpec, the reference code, for Qwen3 and Gemma4 targets: DSpark drafters and their DFlash siblings.
 
-`config.json` is a copy of the *target's* configuration with the drafter's keys on top, so `model_type` is "qwen3", some
+`config.json` is a copy of the *target's* configuration with the drafter's keys on top, so `model_type` is the target's, some
 fields describe the target (`max_window_layers`, `tie_word_embeddings`) and some the training (`num_anchors`); neither
-is taken. All of these drafters are anchor first, which no key says: slot 1, whose input is the anchor, predicts too.
-Layer ids count as ours do. The siblings without a sequential head are written as rank 0.
+is taken. The draft layers are those of the target's family. All of these drafters are anchor first, which no key says:
+slot 1, whose input is the anchor, predicts too. Layer ids count as ours do. The siblings without a sequential head are
+written as rank 0.
 
 The weights carry the target's embedding and LM head. They are most of the bytes and no part of the drafter: they are
 not loaded, but compared with the target's own when it is bound.
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ..configuration_dspark import DSparkConfig
 from ..errors import CheckpointError
+from . import gemma4
 from .backbone import (
     HEADS,
     LAYERS_AS_HERE,
@@ -32,14 +34,16 @@ NAME = "DeepSpec"
 TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight")
 RENAMED: dict[str, str] = {}
 
-_DSPARK, _DFLASH = "Qwen3DSparkModel", "Qwen3DFlashModel"
+_DSPARK = {"qwen3": "Qwen3DSparkModel", "gemma4": "Gemma4DSparkModel"}  # architectures
+_DFLASH = "Qwen3DFlashModel"
+_TARGETS = {"qwen3": ("qwen3",), "gemma4": ("gemma4_text", "gemma4_unified_text")}  # model types, by our `backbone_type`
 _REQUIRED = ("vocab_size", "block_size", "mask_token_id", "target_layer_ids", "num_target_layers")
 _SWITCHES = ("markov_rank", "enable_confidence_head")
 
 
 def recognises(raw: dict[str, Any]) -> bool:
     """Whether a `config.json` is of this packaging."""
-    return raw.get("architectures") in ([_DSPARK], [_DFLASH])
+    return raw.get("architectures") in [[name] for name in (*_DSPARK.values(), _DFLASH)]
 
 
 def convert(raw: dict[str, Any]) -> Converted:
@@ -58,7 +62,11 @@ def convert(raw: dict[str, Any]) -> Converted:
             f"`enable_confidence_head` to {raw['enable_confidence_head']}. Use the one saved with the weights."
         )
     anchor = raw.get("sample_from_anchor", True)
-    fields = convert_layers(raw, NAME) | {name: raw[name] for name in _REQUIRED} | {"sample_from_anchor": anchor}
+    if raw["architectures"] == [_DSPARK["gemma4"]]:
+        layers = gemma4.convert_layers(raw, NAME)
+    else:
+        layers = convert_layers(raw, NAME)
+    fields = layers | {name: raw[name] for name in _REQUIRED} | {"sample_from_anchor": anchor}
     fields |= {name: raw[name] for name in HEADS if raw.get(name) is not None}
     decisions = [
         f"sample_from_anchor = {anchor}: " + ("so it says" if "sample_from_anchor" in raw else "always so in this packaging"),
@@ -72,7 +80,8 @@ def describe(config: DSparkConfig, target: PreTrainedModel | None) -> tuple[dict
     """The content of `config.json` and the target's tensors that belong into the file.
 
     Raises:
-        CheckpointError: there is no target, it is no Qwen3, or the drafter has what this packaging cannot express.
+        CheckpointError: there is no target, it is of another family than the draft layers, or the drafter has what this
+            packaging cannot express.
     """
     refuse_inexpressible(
         NAME,
@@ -84,16 +93,21 @@ def describe(config: DSparkConfig, target: PreTrainedModel | None) -> tuple[dict
             f"the {NAME} packaging holds the target's configuration, embedding and LM head: pass the target "
             "(`target=`, --target) that this drafter was trained for."
         )
-    if target.config.model_type != "qwen3":
+    target_config = target.config.get_text_config(decoder=True)
+    if target_config.model_type not in _TARGETS[config.backbone_type]:
         raise CheckpointError(
-            f"the {NAME} packaging is for Qwen3 targets, and `model_type` of this one is {target.config.model_type!r}. "
-            "Write speculators instead."
+            f"the {NAME} packaging is for targets of the drafter's own family: `backbone_type` is {config.backbone_type!r}, "
+            f"and `model_type` of this target is {target_config.model_type!r}. Drafters with Qwen3 layers can be written as "
+            "speculators."
         )
-    described = {name: value for name, value in target.config.to_dict().items() if not name.startswith("_")}
-    described |= describe_layers(config)
+    described = {name: value for name, value in target_config.to_dict().items() if not name.startswith("_")}
+    if config.backbone_type == "gemma4":
+        described = gemma4.describe_layers(config, described)
+    else:
+        described |= describe_layers(config)
     described |= {name: getattr(config, name) for name in (*_REQUIRED, *HEADS)}
     # Training only, but a key of every released checkpoint.
-    described |= {"architectures": [_DSPARK], "num_anchors": 512}
+    described |= {"architectures": [_DSPARK[config.backbone_type]], "num_anchors": 512}
     copies = {
         "embed_tokens.weight": target.get_input_embeddings().weight,
         "lm_head.weight": target.get_output_embeddings().weight,

@@ -17,6 +17,7 @@ from ..errors import CheckpointError
 from .backbone import (
     BONUS_ANCHOR,
     LAYERS_AS_HERE,
+    NO_GEMMA4,
     PARALLEL_ONLY,
     SAVED_TOGETHER,
     Converted,
@@ -72,6 +73,7 @@ def describe(config: DSparkConfig, target: PreTrainedModel | None) -> tuple[dict
     """
     refuse_inexpressible(
         NAME,
+        (config.backbone_type != "qwen3", "backbone_type", config.backbone_type, NO_GEMMA4),
         (config.markov_rank > 0, "markov_rank", config.markov_rank, "it has no sequential head; write speculators"),
         (config.enable_confidence_head, "enable_confidence_head", True, "it has no confidence head; write speculators"),
         (

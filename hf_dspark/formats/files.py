@@ -93,10 +93,11 @@ def read_json(path: Path) -> dict[str, Any]:
     """Content of a JSON object.
 
     Raises:
-        CheckpointError: the file is missing, is not JSON, holds a number that is none, or is no object.
+        CheckpointError: the file is missing, is not JSON, holds a key twice or a number that is none, or is no object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.name} is missing. Pass the folder that the drafter was saved to.") from error
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, NaN
@@ -108,6 +109,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number")
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"`{next(name for name in names if names.count(name) > 1)}` is there twice")
+    return content
 
 
 def read_headers(folder: Path, variant: str | None = None) -> dict[str, TensorHeader]:

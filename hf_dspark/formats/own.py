@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 
 from ..configuration_dspark import DSparkConfig
 from ..errors import CheckpointError
-from .backbone import Converted
+from .backbone import SAVED_TOGETHER, Converted, require_rope
 from .files import CONFIG_NAME, read_json, write_text
 
 NAME = "hf_dspark"
@@ -31,6 +31,11 @@ CODE_FILES = ("modeling_hf_dspark.py", "custom_generate/generate.py", "custom_ge
 
 _HOST_FIELDS = {field.name for field in fields(PreTrainedConfig)}
 DRAFTER_FIELDS = {field.name for field in fields(DSparkConfig)} - _HOST_FIELDS
+# Later than the first files, for which the defaults hold.
+_LATER = {
+    "backbone_type", "attention_k_eq_v", "final_logit_softcapping", "confidence_offsets", "greedy_confidence_temperatures",
+    "greedy_confidence_offsets",
+}  # fmt: skip
 # Written by the host, its trainer or its Hub tools; says nothing about the drafter.
 _BOOKKEEPING = _HOST_FIELDS | {"model_type", "torch_dtype", "use_cache", "_name_or_path", "auto_map"}
 _CHOOSES_CODE = (
@@ -51,14 +56,17 @@ def convert(raw: dict[str, Any]) -> Converted:
     """The drafter's fields of a `config.json`, and a note on those that are unknown.
 
     Raises:
-        CheckpointError: a field asks for other code than the drafter's own.
+        CheckpointError: a field is missing, or asks for other code than the drafter's own.
     """
+    for name in sorted(DRAFTER_FIELDS - _LATER - raw.keys()):  # its default would be another drafter, and would not show
+        raise CheckpointError(f"config.json has no `{name}`, which this packaging always writes. {SAVED_TOGETHER}")
     for name in _CHOOSES_CODE:
         if raw.get(name) is not None:
             raise CheckpointError(
                 f"config.json sets `{name}`, which a checkpoint may not choose. Remove it there, and pass it to "
                 "from_pretrained if you want it."
             )
+    require_rope(raw["rope_parameters"])
     unknown = sorted(raw.keys() - DRAFTER_FIELDS - _BOOKKEEPING)
     notes = [f"config.json: {', '.join(unknown)} is not known to this version of hf_dspark and was ignored."]
     fields = {name: raw[name] for name in DRAFTER_FIELDS if name in raw}

@@ -21,11 +21,13 @@ from ..configuration_dspark import DSparkConfig
 from ..errors import CheckpointError
 from .backbone import (
     HEADS,
+    NO_GEMMA4,
     SAVED_TOGETHER,
     Converted,
     convert_layers,
     describe_layers,
     is_integer,
+    refuse_inexpressible,
     require,
     require_value,
 )
@@ -143,8 +145,9 @@ def describe(config: DSparkConfig, target: PreTrainedModel | None) -> tuple[dict
     """The content of `config.json` and the target's tensors that belong into the file, before their rows are chosen.
 
     Raises:
-        CheckpointError: there is no target.
+        CheckpointError: there is no target, or the drafter has what this packaging cannot express.
     """
+    refuse_inexpressible(NAME, (config.backbone_type != "qwen3", "backbone_type", config.backbone_type, NO_GEMMA4))
     if target is None:
         raise CheckpointError(
             f"the {NAME} packaging names its target, and with a reduced vocabulary holds rows of the target's LM head: pass "

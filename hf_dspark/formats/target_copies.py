@@ -7,6 +7,7 @@ memory to speak of. A target in another dtype than the file is still the same on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -17,7 +18,7 @@ from .checks import FLOAT_DTYPES
 from .files import TensorHeader, opened
 
 COMPARED = ("embed_tokens.weight", "lm_head.weight")
-_PIECE = 2**24  # elements compared at a time: 64 MB in float32
+_PIECE = 2**18  # elements compared at a time: 1 MB in float32
 
 
 class TargetCopies:
@@ -60,12 +61,13 @@ class TargetCopies:
 
 
 def _same(header: TensorHeader, weight: torch.Tensor, rows: torch.Tensor) -> bool:
-    piece = max(1, _PIECE // header.shape[1])
-    with opened(header.file) as file:
-        view = file.get_slice(header.name)
-        for start in range(0, header.shape[0], piece):
-            ours = view[start : start + piece].to(weight.device)
-            theirs = weight[rows[start : start + piece].to(weight.device)]
-            if not torch.equal(theirs.to(ours.dtype), ours) and not torch.equal(ours.to(theirs.dtype), theirs):
-                return False
-    return True
+    pieces = rows.split(max(1, _PIECE // header.shape[1]))
+    starts = itertools.accumulate((len(piece) for piece in pieces[:-1]), initial=0)
+    return all(_same_piece(header, weight, piece, start) for piece, start in zip(pieces, starts, strict=True))
+
+
+def _same_piece(header: TensorHeader, weight: torch.Tensor, rows: torch.Tensor, start: int) -> bool:
+    with opened(header.file) as file:  # anew for each piece: what was read of a mapped file counts until it is closed
+        ours = file.get_slice(header.name)[start : start + len(rows)].to(weight.device)
+        theirs = weight[rows.to(weight.device)]
+        return torch.equal(theirs.to(ours.dtype), ours) or torch.equal(ours.to(theirs.dtype), theirs)

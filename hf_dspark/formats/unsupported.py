@@ -27,7 +27,6 @@ def refusal(raw: dict[str, Any], tensors: Collection[str]) -> str:
     keys = {*raw, *(key for value in raw.values() if isinstance(value, dict) for key in value)}
     # What is special comes before what is common: a drafter for Nemotron may well be packed by SpecForge.
     known = (
-        ("a Gemma4 drafter of DeepSpec", "gemma4" in label, "its layers have other norms, heads and rope"),
         ("an EAGLE-3 drafter", "eagle" in label, "it drafts one token at a time, which is another method"),
         (
             "a drafter inside of a DeepSeek-V4 checkpoint",
@@ -55,7 +54,7 @@ def refusal(raw: dict[str, Any], tensors: Collection[str]) -> str:
         ),
     )
     readable = (
-        "Readable are this library's own packaging, DeepSpec for Qwen3 targets, speculators, SpecForge, DFlash, "
+        "Readable are this library's own packaging, DeepSpec for Qwen3 and Gemma4 targets, speculators, SpecForge, DFlash, "
         "muse_glimmer_assistant and Model-Optimizer."
     )
     for name, found, why in known:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..configuration_dspark import DSparkConfig, spread_layer_ids
 from ..heads import MarkovHead
 from ..modeling_dspark import DSparkDraftModel
-from .regression_start import norm_multipliers, start_from_regression
+from .regression_start import norm_multipliers, require_qwen3_layers, start_from_regression
 
 
 def config_for_target(target: PreTrainedModel, mask_token_id: int, **overrides: Any) -> DSparkConfig:
@@ -84,7 +84,11 @@ def start_from_target(drafter: DSparkDraftModel, target: PreTrainedModel) -> lis
 
     Returns:
         `list[str]`: names of the parameters that were set.
+
+    Raises:
+        ValueError: the draft layers are not Qwen3's.
     """
+    require_qwen3_layers(drafter)
     available = norm_multipliers(target.get_decoder())
     first = drafter.config.num_target_layers - len(drafter.layers)
     copied: list[str] = []

@@ -25,6 +25,15 @@ _LOUDNESS = 0.4  # of the backbone's logits: the sequential head has already sai
 _RIDGE = 1e-3  # relative to the mean variance of the inputs
 
 
+def require_qwen3_layers(drafter: DSparkDraftModel) -> None:
+    """Raises ValueError for layers whose weights mean other things than those that a start sets."""
+    if drafter.config.backbone_type != "qwen3":
+        raise ValueError(
+            "`backbone_type` must be 'qwen3' to start a drafter's layers from its target, got "
+            f"{drafter.config.backbone_type!r}. Train it from random weights or from a checkpoint."
+        )
+
+
 @torch.no_grad()
 def start_from_regression(
     drafter: DSparkDraftModel, target: PreTrainedModel, examples: Any, max_anchors: int = 60_000
@@ -40,7 +49,11 @@ def start_from_regression(
 
     Returns:
         `float`: share of the variance of the target's states that is explained.
+
+    Raises:
+        ValueError: the draft layers are not Qwen3's.
     """
+    require_qwen3_layers(drafter)
     config, head_dim = drafter.config, drafter.config.head_dim
     states, anchors, following = _anchors(drafter, target, examples, max_anchors)
     final_norm = _final_norm(target, following)
