@@ -167,8 +167,8 @@ def _mismatch(
         reached = sum(one.reached_per_position[0] for one in counts)
         other = sum(one.accepted_per_position[0] for one in counts) / max(1, reached)
         if other > max(_CLEARLY * first, 0.05):
-            text = f"{name[0].upper()}{name[1:]} it agrees with {other:.2f} of them, so the drafter was made for prompts like that:"
-            text += " use that form, or train on answers to prompts as you send them."
+            text = f"{name[0].upper()}{name[1:]} it agrees with {other:.2f} of them: the drafter was made for such prompts. Use"
+            text += " that form, or train on answers to prompts as you send them."
             findings.append(("prompt form", text))
     if len(findings) == 1:
         text = "No other form of the prompts helps: suspect another target than the one it was trained for (a base, instruct or"
