@@ -37,7 +37,7 @@ import hf_dspark
 from hf_dspark import DSparkDraftModel, LoadProfile, pack_linears
 from hf_dspark.evaluation import draw_simulation, encode_prompts
 from hf_dspark.loading import drafter_by_name, target_by_name
-from hf_dspark.simulation import policies, record_traces, simulate, sweep
+from hf_dspark.simulation import Trace, policies, record_traces, simulate, sweep
 
 LOADS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -95,8 +95,8 @@ def profile_of_rows(target: Any, drafter: DSparkDraftModel, inputs: Any, new_tok
 
 def compare_rows(
     target: Any, tokenizer: Any, drafter: DSparkDraftModel, prompts: Sequence[Any], rows: int, new_tokens: int, passes: int
-) -> dict[str, Any]:
-    """Real and simulated throughput of R rows, by policy."""
+) -> tuple[dict[str, Any], list[Trace]]:
+    """Real and simulated throughput of R rows, by policy; and the traces."""
     known = encode_prompts(tokenizer, (list(prompts) * rows)[:rows])
     others = (list(prompts[rows:]) + list(prompts) * rows)[:rows]
     inputs = encode_prompts(tokenizer, others)
@@ -118,7 +118,7 @@ def compare_rows(
         "scheduled": {"mode": "presampled"},
     }
     real: dict[str, list[dict[str, float]]] = {name: [] for name in settings}
-    for number in range(passes):
+    for number in range(passes if rows < 16 else 1):  # many texts need no second pass
         order = list(settings) if number % 2 == 0 else list(settings)[::-1]
         for name in order:
             real[name].append(decode(target, inputs, drafter, new_tokens, **settings[name]))
@@ -136,7 +136,7 @@ def compare_rows(
             "simulated_budget": expected.budget,
         }
     static = max(found["real"] for name, found in policies_found.items() if name != "scheduled")
-    return {
+    found = {
         "rows": rows,
         "milliseconds": {str(size): 1e3 / rate for size, rate in profile.steps_per_second.items()},
         "draft_milliseconds": 1e3 * profile.draft_seconds,
@@ -145,6 +145,7 @@ def compare_rows(
         "scheduled_over_best_static": policies_found["scheduled"]["real"] / static,
         "within_10_percent": all(abs(found["ratio"] - 1) <= 0.1 for found in policies_found.values()),
     }
+    return found, traces
 
 
 def budgets_under_load(
@@ -173,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--as-loaded", action="store_true", help="do not pack the target's linear layers")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--max-new-tokens", type=int, default=32)
-    parser.add_argument("--passes", type=int, default=2, help="real runs of each policy")
+    parser.add_argument("--passes", type=int, default=2, help="real runs of each policy; one for 16 rows and more")
     parser.add_argument("--load-prompts", type=int, default=2, help="prompts for the budgets under load")
     parser.add_argument("--pictures", type=Path, help="folder for the pictures")
     arguments = parser.parse_args(argv)
@@ -193,8 +194,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "linears": "as loaded" if arguments.as_loaded else "packed",
         "rows": [],
     }
+    traces: list[Trace] = []
     for rows in arguments.rows:
-        found = compare_rows(target, tokenizer, drafter, prompts, rows, arguments.max_new_tokens, arguments.passes)
+        found, recorded = compare_rows(target, tokenizer, drafter, prompts, rows, arguments.max_new_tokens, arguments.passes)
+        traces += recorded
         report["rows"].append(found)
         for name, values in found["policies"].items():
             print(
@@ -204,14 +207,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             )
         save(report, arguments)
     few = prompts[: arguments.load_prompts]
-    report["budget_by_load"] = budgets_under_load(target, tokenizer, drafter, few, arguments.max_new_tokens)
+    report["budget_by_load"] = budgets_under_load(target, tokenizer, drafter, few, min(24, arguments.max_new_tokens))
     budgets = list(report["budget_by_load"].values())
     report["budget_falls"] = all(after <= before for before, after in pairwise(budgets))
     print("budget by load", {load: round(budget, 2) for load, budget in report["budget_by_load"].items()}, flush=True)
 
-    curve = LoadProfile.measure(target, drafter)
-    options = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
-    traces = record_traces(target, tokenizer, drafter, prompts[:16], batch_size=min(8, len(prompts)), **options)
+    # Hundreds of requests carry thousands of tokens; beyond the largest size the curve goes on as its last line.
+    curve = LoadProfile.measure(target, drafter, batch_tokens=(1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64, 128, 256), repeats=3)
     named = policies(drafter.config.num_draft_tokens)
     report["sweep"] = sweep(traces, curve, LOADS, named, rounds=200)
     folder = arguments.pictures

@@ -147,6 +147,8 @@ def _mismatch(
     options: dict[str, Any],
 ) -> list[tuple[str, str]]:
     """Whether the drafter seems made for something else, and for what."""
+    if report["acceptance"][0] is None:
+        return [("no drafts", "The answers ended before anything was drafted: give prompts with longer answers.")]
     first, stated, promised = report["acceptance"][0] or 0.0, report["stated"], report["promised"]
     if first >= (_SUSPICIOUS if stated is None else _FAR_BELOW * stated):
         if abs(promised - first) > 0.1:
@@ -165,8 +167,9 @@ def _mismatch(
         reached = sum(one.reached_per_position[0] for one in counts)
         other = sum(one.accepted_per_position[0] for one in counts) / max(1, reached)
         if other > max(_CLEARLY * first, 0.05):
-            text = f"{name.capitalize()} it agrees with {other:.2f} of them: the drafter was made for prompts of that form. Use"
-            findings.append(("prompt form", f"{text} it, or train on answers to prompts as you send them."))
+            text = f"{name[0].upper()}{name[1:]} it agrees with {other:.2f} of them: the drafter was made for such prompts. Use"
+            text += " that form, or train on answers to prompts as you send them."
+            findings.append(("prompt form", text))
     if len(findings) == 1:
         text = "No other form of the prompts helps: suspect another target than the one it was trained for (a base, instruct or"
         findings.append(("target", f"{text} later version of it), or text unlike its training."))
@@ -201,7 +204,7 @@ def _prices(
     """What the machine's times say."""
     findings: list[tuple[str, str]] = []
     best = max(report["lengths"], key=lambda row: row["ratio"])
-    if best["ratio"] < 1:
+    if best["ratio"] < 1 and report["modes"]:
         text = f"Drafts of {best['length']} come closest, with {best['tau']:.2f} tokens a round where {best['break_even']:.2f}"
         findings.append(("does not pay", f"{text} would break even: on such text most rounds will be plain steps."))
     length = len(acceptance)

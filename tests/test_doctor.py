@@ -20,7 +20,7 @@ CHEAP = LoadProfile({1: 100.0, 2: 98.0, 6: 92.0, 64: 40.0}, draft_seconds=0.001)
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny_target(seed=1)
+    return tiny_target("qwen3", seed=3)
 
 
 def report_on(target, drafter, tokenizer=None, profile=CHEAP):
@@ -91,11 +91,12 @@ def test_another_target_is_suspected(target):
     assert report["acceptance"][0] < 0.25
 
 
-def test_what_the_card_states_is_the_measure(target, tmp_path):
-    drafter = tiny_drafter(target)
+def test_what_the_card_states_is_the_measure(tmp_path):
+    target = tiny_target("qwen3", seed=4)
+    drafter = tiny_drafter(target, own_share=0.0)
     assert stated_acceptance(drafter) is None
     drafter.name_or_path = str(tmp_path)
-    for stated, suspicious in ((1.0, True), (0.3, False)):
+    for stated, suspicious in ((1.0, True), (0.5, False)):
         entry = {"position": 1, "conditional": stated}
         results = [
             {"setting": setting, "prompts": name, "tau": 2.0, "reliability": [entry] * 5}
@@ -140,9 +141,17 @@ def test_the_form_of_the_prompt_is_found_out(target, monkeypatch):
     assert not any("enable_thinking=True" in line for line in blamed)
 
 
-def test_confidences_that_promise_too_much(target):
+def test_answers_without_a_draft_prove_nothing(target):
+    drafter = tiny_drafter(target)
+    report = examine(target, tiny_tokenizer(), drafter, PROMPTS, max_new_tokens=2, profile=CHEAP)
+    assert report["acceptance"] == [None] * 5 and report["modes"] == {}
+    assert [finding["name"] for finding in report["findings"]][:1] == ["no drafts"]
+    assert "longer answers" in describe(report)
+
+
+def test_confidences_that_promise_too_little(target):
     drafter = tiny_drafter(target)
     with torch.no_grad():
         drafter.confidence_head.proj.weight.zero_()
-        drafter.confidence_head.proj.bias.fill_(6.0)
+        drafter.confidence_head.proj.bias.fill_(-1.0)
     assert "calibration" in report_on(target, drafter, profile=jagged_profile())[1]

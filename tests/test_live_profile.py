@@ -239,7 +239,7 @@ def test_a_time_that_is_entered_too_early_is_found_out(few_tokens, clock, monkey
     monkeypatch.setattr(DSparkCandidateGenerator, "_sequential_stage", hasty)
     drafter = drafter_for(few_tokens, "early_stop")
     drafter.load_profile = LoadProfile(LEVEL, draft_seconds=0.001).live()
-    texts, _ = sample(few_tokens, drafter, rows=1, calls=200, tokens=2)
+    texts, _ = sample(few_tokens, drafter, rows=1, calls=120, tokens=2)
     assert p_value(tally(texts, 2).sum(0), law(few_tokens, PROMPT[0], tokens=2).sum(0)) < IMPOSSIBLE
 
 
