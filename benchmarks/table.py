@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from hf_dspark.formats.files import write_text
+
 ROOT = Path(__file__).resolve().parent.parent
-START, END = "<!-- speed table: python benchmarks/table.py -->", "<!-- end of speed table -->"
 
 
 def render(results: dict) -> str:
@@ -28,12 +29,17 @@ def render(results: dict) -> str:
     return "\n".join(lines)
 
 
+def replace_section(path: Path, title: str, body: str) -> None:
+    """Puts `body` between `<!-- title -->` and the comment that begins with `end of` in a Markdown file."""
+    start, end = f"<!-- {title} -->", f"<!-- end of {title.split(':')[0]} -->"
+    text = path.read_text(encoding="utf-8")
+    before, after = text.split(start)[0], text.split(end)[1]
+    write_text(path, f"{before}{start}\n{body}\n{end}{after}")
+
+
 def main() -> None:
     results = json.loads((ROOT / "benchmarks/results/speed.json").read_text(encoding="utf-8"))
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    before, after = text.split(START)[0], text.split(END)[1]
-    readme.write_text(f"{before}{START}\n{render(results)}\n{END}{after}", encoding="utf-8")
+    replace_section(ROOT / "README.md", "speed table: python benchmarks/table.py", render(results))
 
 
 if __name__ == "__main__":

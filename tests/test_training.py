@@ -6,10 +6,13 @@ every probability of the whole vocabulary at once.
 
 import json
 import os
+import random
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +26,7 @@ from transformers import AddedToken, AutoModelForCausalLM, TrainerCallback
 from hf_dspark import DSparkDraftModel
 from hf_dspark.training import trainer as trainer_module
 from hf_dspark.training.blocks import block_visibility, build_blocks, sample_anchors
-from hf_dspark.training.data import collate, most_used_tokens, read_examples
+from hf_dspark.training.data import LengthGroupedSampler, collate, most_used_tokens, read_examples
 from hf_dspark.training.initialization import config_for_target, start_from_target, start_head_from_text
 from hf_dspark.training.loss import LossWeights, dspark_loss
 from hf_dspark.training.muon import MuonWithAdamW, orthogonalise, parameter_groups
@@ -450,6 +453,25 @@ def test_padding():
     assert batch["loss_mask"].tolist() == [[False, False, True, True], [False, True, False, False]]
 
 
+def test_batches_of_like_length():
+    """Nearly no padding, other batches in every epoch, and every example once."""
+    lengths = torch.randint(10, 300, (1202,), generator=torch.Generator().manual_seed(0)).tolist()
+    sampler = LengthGroupedSampler(lengths, 4, seed=3)
+    first, again = list(sampler), list(sampler)
+    sampler.set_epoch(1)
+    second = list(sampler)
+    assert first == again and first != second
+    assert sorted(first) == sorted(second) == list(range(1202))
+
+    def padding(order):
+        batches = [[lengths[i] for i in order[start : start + 4]] for start in range(0, 1202, 4)]
+        return 1 - sum(lengths) / sum(len(batch) * max(batch) for batch in batches)
+
+    assert padding(first) < 0.03 < 0.3 < padding(range(1202))
+    longest = [max(lengths[i] for i in first[start : start + 4]) for start in range(0, 1200, 4)]
+    assert longest != sorted(longest)
+
+
 def test_draft_vocabulary():
     examples = [{"input_ids": [40, 40, 40, 9, 9, 9, 30, 30, 20], "prompt_length": 3}]
     assert most_used_tokens(examples, 2).tolist() == [9, 30]  # the prompt does not count
@@ -816,7 +838,7 @@ def test_no_confidence_loss_leaves_the_head(target, examples, tmp_path):
     assert changed == {name for name in before if not name.startswith("confidence_head")}
 
 
-@pytest.mark.parametrize("options", [{}, {"bf16": True}])
+@pytest.mark.parametrize("options", [{}, {"bf16": True, "activation_checkpointing": True}])
 def test_target_in_half_precision(options, examples, tmp_path):
     """The target's dtype is not the drafter's, whose weights stay in float32 even where its products are not."""
     target = tiny_target("qwen3", seed=2).to(torch.bfloat16)
@@ -888,6 +910,25 @@ def test_the_best_checkpoint_is_kept(target, data_file, tmp_path, monkeypatch):
     assert not all(torch.equal(saved[name], value) for name, value in last.items())
 
 
+def test_a_finished_drafter_is_uploaded(target, data_file, tmp_path, monkeypatch):
+    """By the host's own arguments: the folder that goes to the hub holds the drafter."""
+    sent = []
+
+    class Hub:
+        def create_repo(self, name, **kwargs):
+            return SimpleNamespace(repo_id=name)
+
+        def upload_folder(self, repo_id, folder_path, **kwargs):
+            sent.append((repo_id, DSparkDraftModel.from_pretrained(folder_path).state_dict(), set(os.listdir(folder_path))))
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Hub)
+    args = arguments(tmp_path, max_steps=1, push_to_hub=True, hub_model_id="user/drafter", hub_strategy="end")
+    drafter, _ = train_drafter(target, tiny_tokenizer(), [data_file], args, num_hidden_layers=1, markov_rank=4, start=False)
+    [(repo, weights, files)] = sent
+    assert repo == "user/drafter" and {"README.md", "config.json", "tokenizer.json"} <= files
+    assert all(torch.equal(value, weights[name]) for name, value in drafter.state_dict().items())
+
+
 def test_few_examples_are_not_evaluated(target, data_file, tmp_path):
     few = tmp_path / "few.jsonl"
     few.write_text("".join(data_file.read_text().splitlines(keepends=True)[:6]))
@@ -929,21 +970,21 @@ def kill(model):
     raise Killed
 
 
+def resumable_run(target, data_file, folder, **options):
+    """Eight steps, four an epoch, with a checkpoint after three and after six; goes on from the last one."""
+    settings = {"num_hidden_layers": 1, "block_size": 4, "markov_rank": 4, "draft_vocab_size": 20, "resume": True}
+    options |= {"save_strategy": "steps", "save_steps": 3, "num_anchors": 3, "lr_scheduler_type": "cosine"}
+    args = arguments(folder, max_steps=8, per_device_train_batch_size=12, **options)
+    return train_drafter(target, tiny_tokenizer(), [data_file], args, validation_examples=0, **settings)[0]
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "host"])
 def test_a_killed_run_goes_on_where_it_was(optimizer, target, data_file, tmp_path, monkeypatch):
     """The final weights are those of a run that nobody interrupted, though the data file has grown since."""
-    settings = {"num_hidden_layers": 1, "block_size": 4, "markov_rank": 4, "draft_vocab_size": 20, "resume": True}
-
-    def run(folder):
-        options = {"save_strategy": "steps", "save_steps": 3, "num_anchors": 3, "lr_scheduler_type": "cosine"}
-        options["per_device_train_batch_size"] = 12  # four steps an epoch
-        args = arguments(tmp_path / folder, max_steps=8, optimizer=optimizer, **options)
-        return train_drafter(target, tiny_tokenizer(), [data_file], args, validation_examples=0, **settings)[0]
-
-    straight = run("straight")
+    straight = resumable_run(target, data_file, tmp_path / "straight", optimizer=optimizer)
     monkeypatch.setattr(DSparkTrainer, "train", interrupted_train(7, kill))
     with pytest.raises(Killed):
-        run("killed")
+        resumable_run(target, data_file, tmp_path / "killed", optimizer=optimizer)
     monkeypatch.undo()
     newest = tmp_path / "killed/checkpoint-6"
     assert last_checkpoint(tmp_path / "killed") == str(newest)
@@ -954,10 +995,40 @@ def test_a_killed_run_goes_on_where_it_was(optimizer, target, data_file, tmp_pat
     assert last_checkpoint(tmp_path / "killed") == str(newest)
     # What the draft vocabulary would be chosen from now must not matter.
     monkeypatch.setattr("hf_dspark.training.run.most_used_tokens", lambda *args: torch.arange(20, 40))
-    resumed = run("killed")
-    for name, value in straight.state_dict().items():
-        assert torch.equal(resumed.state_dict()[name], value), name
+    resumed = resumable_run(target, data_file, tmp_path / "killed", optimizer=optimizer)
+    assert_same_weights(resumed, straight)
     assert resumed.config.to_dict() | {"_name_or_path": ""} == straight.config.to_dict() | {"_name_or_path": ""}
+
+
+def assert_same_weights(model, other):
+    for name, value in other.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+_KILLED = """
+import os, signal, sys
+sys.path[:0] = sys.argv[1:3]
+import test_training as tests
+
+kill = lambda model: os.kill(os.getpid(), signal.SIGKILL)
+tests.DSparkTrainer.train = tests.interrupted_train(int(sys.argv[5]), kill)
+target = tests.tiny_target("qwen3", seed=2)
+tests.resumable_run(target, sys.argv[3], sys.argv[4], train_sampling_strategy="group_by_length")
+"""
+
+
+def test_a_run_killed_at_any_step_goes_on_where_it_was(target, data_file, tmp_path):
+    """Killed for good, in a process of its own; with batches of like length, which are drawn anew every epoch."""
+    step = random.SystemRandom().randint(3, 7)
+    command = [sys.executable, "-c", _KILLED, str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    killed = subprocess.run([*command, str(data_file), str(tmp_path / "killed"), str(step)], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert last_checkpoint(tmp_path / "killed") == str(tmp_path / f"killed/checkpoint-{3 if step < 6 else 6}")
+    straight, resumed = (
+        resumable_run(target, data_file, tmp_path / name, train_sampling_strategy="group_by_length")
+        for name in ("straight", "killed")
+    )
+    assert_same_weights(resumed, straight)
 
 
 def interrupted_train(step, action):
@@ -980,23 +1051,40 @@ def spoil_gradient(model):
     model.norm.weight.register_hook(lambda grad: grad * torch.inf)
 
 
+def spoil_confidence(model):
+    with torch.no_grad():
+        model.confidence_head.proj.bias -= 100
+
+
 @pytest.mark.parametrize(
-    "action, message",
+    "action, step, message",
     [
-        (spoil_weight, r"the loss is nan at step 3, on a batch of \(4, \d+\) tokens that starts with \[1, 4, "),
-        (spoil_gradient, r"a gradient is not finite at step 3"),
+        (spoil_weight, 3, r"the loss is nan at step 3, on a batch of \(4, \d+\) tokens that starts with \[1, 4, "),
+        (spoil_gradient, 3, r"a gradient is not finite at step 3"),
+        (spoil_confidence, 9, r"the loss is \S+, \S+ times its usual \S+, at step 9, on a batch .* `spike_factor` to 0; the"),
     ],
 )
-def test_a_loss_that_is_no_number_stops_the_run(action, message, target, examples, tmp_path):
+def test_a_loss_out_of_bounds_stops_the_run(action, step, message, target, examples, tmp_path):
     drafter = new_drafter(target)
-    args = arguments(tmp_path, max_steps=8, save_strategy="steps", save_steps=1)
-    trainer = DSparkTrainer(drafter, target, args, train_dataset=examples, callbacks=[Interruption(3, action)])
+    args = arguments(tmp_path, max_steps=11, save_strategy="steps", save_steps=step)
+    trainer = DSparkTrainer(drafter, target, args, train_dataset=examples, callbacks=[Interruption(step, action)])
     with pytest.raises(FloatingPointError, match=message):
         trainer.train()
     newest = Path(last_checkpoint(tmp_path))
-    assert newest.name == "checkpoint-3"
+    assert newest.name == f"checkpoint-{step}"
     kept = DSparkDraftModel.from_pretrained(newest)
     assert all(torch.isfinite(value).all() for value in kept.state_dict().values())
+    assert float(kept.confidence_head.proj.bias.detach()) > -10
+
+
+def test_spikes_pass_where_they_are_meant_to(target, examples, tmp_path):
+    args = arguments(tmp_path, max_steps=11, spike_factor=0)
+    callbacks = [Interruption(9, spoil_confidence)]
+    trainer = DSparkTrainer(new_drafter(target), target, args, train_dataset=examples, callbacks=callbacks)
+    trainer.train()
+    assert trainer.state.global_step == 11
+    with pytest.raises(ValueError, match=r"`spike_factor` must be above 1, or 0 to let every loss pass, got 1\.0"):
+        arguments(tmp_path, spike_factor=1.0)
 
 
 def test_no_checkpoint_to_go_on_from(tmp_path):

@@ -71,7 +71,7 @@ def dspark_loss(
     target_states: Tensor,
     sources: Tensor,
     weights: LossWeights = LossWeights(),
-    max_logit_positions: int = 2048,
+    max_logit_positions: int = 1024,
     normaliser: Tensor | None = None,
 ) -> LossOutput:
     """Loss of N blocks.
@@ -84,7 +84,7 @@ def dspark_loss(
         target_states (`torch.Tensor` of shape `(T, D)`): the target's last hidden states (after its final norm).
         sources (`torch.LongTensor` of shape `(N, K)`): row of `target_states` that predicts each label.
         weights ([`LossWeights`]): weights of the terms.
-        max_logit_positions (`int`, defaults to 2048): most positions whose logits exist at once.
+        max_logit_positions (`int`, defaults to 1024): most positions whose logits exist at once.
         normaliser (`torch.Tensor`, *optional*): denominator of the weighted means; Σ w of these blocks when not given.
             Several processes pass their common one.
 

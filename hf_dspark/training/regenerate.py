@@ -55,7 +55,7 @@ def regenerate_file(
     seed: int = 0,
     chat_template_kwargs: dict | None = None,
 ) -> int:
-    """Answers the prompts of a file, or those that an earlier call has not come to.
+    """Answers the prompts of a file or a data set, or those that an earlier call has not come to.
 
     Every answer is appended as one line, `{"messages": [..., answer], "answer_ids", "temperature", "finished",
     "sample"}`. Prompt and sample number say which answers are there already, whatever the settings they were written
@@ -64,8 +64,8 @@ def regenerate_file(
     Args:
         target (`PreTrainedModel`): the target, on the device it will run on.
         tokenizer (`PreTrainedTokenizerBase`): its tokenizer, with a chat template.
-        prompts_path (`str` or `Path`): JSONL of `{"prompt": str}` or `{"messages": [...]}`, the latter without an
-            answer. A prompt that occurs twice gets twice as many answers.
+        prompts_path (`str` or `Path`): JSONL file or data set of prompts, see [`~hf_dspark.training.data.read_prompts`].
+            A prompt that occurs twice gets twice as many answers.
         output_path (`str` or `Path`): JSONL to write or to continue; what [`~hf_dspark.training.data.read_examples`]
             reads.
         samples (`int`, defaults to 1): answers per prompt.
@@ -80,7 +80,7 @@ def regenerate_file(
         `int`: answers added.
 
     Raises:
-        ValueError: a line of either file is not of its form, or a prompt leaves no room for an answer.
+        ValueError: a record of either is not of its form, or a prompt leaves no room for an answer.
     """
     conversations = list(read_prompts(prompts_path))
     done = _read_done(Path(output_path))

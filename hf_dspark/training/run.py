@@ -41,7 +41,8 @@ def train_drafter(
     Args:
         target (`PreTrainedModel`): the target, which is frozen.
         tokenizer (`PreTrainedTokenizerBase`): the target's.
-        data (iterable of paths): JSONL files of conversations, see [`~hf_dspark.training.data.read_examples`].
+        data (iterable of paths): JSONL files or data sets of conversations, see
+            [`~hf_dspark.training.data.read_records`].
         args ([`DSparkTrainingArguments`]): settings of the run.
         mask_token_id (`int`, *optional*): an unused token; looked for among the tokenizer's special tokens when not
             given.
@@ -65,7 +66,7 @@ def train_drafter(
 
     Raises:
         ValueError: no mask token can be found or the one given occurs in the text, or the data is not usable.
-        FloatingPointError: the loss or a gradient was not finite.
+        FloatingPointError: the loss or a gradient was not finite, or the loss was far above the usual.
     """
     set_seed(args.seed)
     examples = [

@@ -8,7 +8,10 @@ Everything around the loss (several processes, resuming, schedules, logging, upl
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,10 +28,12 @@ from transformers import (
 from ..cache import format_mask
 from ..modeling_dspark import DSparkDraftModel
 from .blocks import block_visibility, build_blocks, sample_anchors
-from .data import CACHED_STATES, collate
+from .data import CACHED_STATES, LengthGroupedSampler, collate
 from .loss import LossOutput, LossWeights, dspark_loss, slot_weights
 from .muon import MuonWithAdamW, parameter_groups
 from .state_cache import captured_states
+
+_FEWEST_LOSSES = 8  # before any of them is called usual
 
 
 @dataclass
@@ -37,18 +42,21 @@ class DSparkTrainingArguments(TrainingArguments):
 
     Args:
         num_anchors (`int`, defaults to 512): blocks per sequence and step.
-        max_logit_positions (`int`, defaults to 2048): most positions whose vocabulary-sized logits exist at once. Peak
+        max_logit_positions (`int`, defaults to 1024): most positions whose vocabulary-sized logits exist at once. Peak
             memory of the loss is about six tensors of that many float32 rows of the vocabulary.
         optimizer (`str`, defaults to `"muon"`): `"muon"` (matrices by Muon, the rest by AdamW) or `"host"` for the one
             that `optim` names.
         muon_learning_rate (`float`, defaults to 0.01): step of Muon; `learning_rate` is that of AdamW.
+        spike_factor (`float`, defaults to 4.0): a loss this many times the median of the latest ones stops the training;
+            0 lets any finite loss pass.
         cross_entropy_weight, distance_weight, confidence_weight, loss_decay (`float`): see [`LossWeights`].
     """
 
     num_anchors: int = field(default=512, metadata={"help": "Blocks per sequence and step."})
-    max_logit_positions: int = field(default=2048, metadata={"help": "Positions whose logits exist at once."})
+    max_logit_positions: int = field(default=1024, metadata={"help": "Positions whose logits exist at once."})
     optimizer: str = field(default="muon", metadata={"help": "'muon' or 'host'."})
     muon_learning_rate: float = field(default=0.01, metadata={"help": "Learning rate of Muon."})
+    spike_factor: float = field(default=4.0, metadata={"help": "Times the usual loss that stops the training; 0 for none."})
     cross_entropy_weight: float = field(default=0.1, metadata={"help": "Weight of the cross-entropy."})
     distance_weight: float = field(default=0.9, metadata={"help": "Weight of the L1 distance."})
     confidence_weight: float = field(default=1.0, metadata={"help": "Weight of the confidence loss."})
@@ -65,6 +73,8 @@ class DSparkTrainingArguments(TrainingArguments):
             self.ddp_find_unused_parameters = False
         if self.optimizer not in ("muon", "host"):
             raise ValueError(f"`optimizer` must be 'muon' or 'host', got {self.optimizer!r}.")
+        if self.spike_factor != 0 and not self.spike_factor > 1:
+            raise ValueError(f"`spike_factor` must be above 1, or 0 to let every loss pass, got {self.spike_factor}.")
 
     @property
     def loss_weights(self) -> LossWeights:
@@ -103,6 +113,7 @@ class DSparkTrainer(Trainer):
         if not args.fp16:  # whose loss scaling overshoots on purpose and skips such steps
             self.add_callback(_StopAtBadGradient)
         self._metrics: dict[str, Tensor] = {}
+        self._latest_losses: deque[float] = deque(maxlen=50)
         self.trained_anchors = 0
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -113,17 +124,34 @@ class DSparkTrainer(Trainer):
             self.optimizer = MuonWithAdamW(groups, weight_decay=self.args.weight_decay)
         return self.optimizer
 
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        if self.args.train_sampling_strategy != "group_by_length":
+            return super()._get_train_sampler(train_dataset)
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return LengthGroupedSampler([len(example["input_ids"]) for example in dataset], self.args.train_batch_size, seed)
+
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         output = self.block_loss(model, inputs)
-        if not torch.isfinite(output.loss):
-            raise FloatingPointError(
-                f"the loss is {float(output.loss.detach())} at step {self.state.global_step}, on a batch of "
-                f"{tuple(inputs['input_ids'].shape)} tokens that starts with {inputs['input_ids'][0, :8].tolist()}. "
-                "Lower the learning rate or train in float32; the last checkpoint is untouched."
-            )
+        self._check(float(output.loss.detach()), inputs["input_ids"])
         return (output.loss, {}) if return_outputs else output.loss
+
+    def _check(self, loss: float, input_ids: Tensor) -> None:
+        """Stops before a loss that is not finite or far above the usual reaches the weights."""
+        usual = median(self._latest_losses) if len(self._latest_losses) >= _FEWEST_LOSSES else math.inf
+        spike = self.args.spike_factor and loss > self.args.spike_factor * usual
+        if spike or not math.isfinite(loss):
+            what = f", {loss / usual:.1f} times its usual {usual:.3g}," if spike and math.isfinite(loss) else ""
+            raise FloatingPointError(
+                f"the loss is {loss:.3g}{what} at step {self.state.global_step}, on a batch of {tuple(input_ids.shape)} tokens "
+                f"that starts with {input_ids[0, :8].tolist()}. Lower the learning rate or train in float32"
+                f"{' or, if such text is meant to be there, set `spike_factor` to 0' if what else ''}; the last checkpoint "
+                "is untouched."
+            )
+        if loss > 0:  # a batch without a block says nothing
+            self._latest_losses.append(loss)
 
     def block_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> LossOutput:
         """Target forward, draft forward over all blocks, and the loss of a batch.
