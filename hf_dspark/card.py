@@ -168,8 +168,8 @@ def _serving(config: DSparkConfig, name: str, base_model: str) -> str:
         missing = "anchor layout" if whole else "reduced vocabulary"
         parts.append(f"SGLang reads DeepSpec's form, which cannot express the {missing} of this drafter.")
     last = "The forms are written after their descriptions and were not tried in the engines themselves."
-    if config.confidence_temperatures is not None:
-        last += " They have no place for calibration: convert a copy whose `confidence_temperatures` are `None`."
+    if config.is_calibrated:
+        last += " They have no place for calibration, which is left out."
     return "\n\n".join([*parts, last])
 
 
@@ -191,7 +191,7 @@ def _scheduling(drafter: DSparkDraftModel) -> str:
     calibrated = "The confidences are as trained, not calibrated."
     if drafter.confidence_head is None:
         calibrated = "There are no confidences: past acceptance decides how much is verified."
-    elif (sampled := config.calibration(greedy=False)) != (None, None) or config.calibration(greedy=True) != sampled:
+    elif config.is_calibrated:
         calibrated = "The confidences are calibrated on rollouts; the values are in config.json."
     profile = "No load profile comes along"
     if drafter.load_profile is not None:

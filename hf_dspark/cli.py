@@ -657,7 +657,7 @@ def simulate(
     Examples:
       hf-dspark simulate --prompts prompts.jsonl --traces traces.jsonl \\
         --profile load_profile.json --pictures pictures
-      hf-dspark simulate --traces traces.jsonl --profile gpu.json --concurrency 256
+      hf-dspark simulate --traces traces.jsonl --profile gpu.json
     """
     from .evaluation import draw_simulation, read_prompt_sets
     from .formats.files import write_text

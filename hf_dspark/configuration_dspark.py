@@ -150,6 +150,11 @@ class DSparkConfig(PreTrainedConfig):
             return greedy_values
         return self.confidence_temperatures, self.confidence_offsets
 
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the confidences of any way of decoding are calibrated."""
+        return any(self.calibration(greedy) != (None, None) for greedy in (True, False))
+
     def validate_sizes(self):
         """Every count is positive and the heads divide."""
         smallest = {"block_size": 1 if self.sample_from_anchor else 2, "markov_rank": 0}

@@ -49,4 +49,4 @@ def generate(model: PreTrainedModel, assistant_model: DSparkDraftModel | str | o
             "the same name as `custom_generate`: this code is not told from where it was loaded."
         )
     # By class: the instance's own `generate` may be a custom one that leads back here.
-    return type(model).generate(model, assistant_model=assistant_model, **arguments)
+    return type(model).generate(model, assistant_model=assistant_model, **arguments)  # type: ignore[attr-defined]

@@ -91,7 +91,7 @@ def test_calibration_and_profile_are_told():
     assert "not calibrated. No load profile" in model_card(drafter, "a/b", "c/d").text
     drafter.config.confidence_temperatures, drafter.load_profile = [1.0, 1.5, 2.0, 2.5], LoadProfile({1: 40.0})
     text = model_card(drafter, "a/b", "c/d").text
-    assert "temperatures 1.00, 1.50, 2.00, 2.50" in text and "of the machine it was measured on" in text
+    assert "calibrated on rollouts" in text and "of the machine it was measured on" in text
     assert "no place for calibration" in text
 
 

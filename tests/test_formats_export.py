@@ -200,8 +200,3 @@ def test_failures_say_one_line(folder, tmp_path, monkeypatch, capsys):
             cli.main()
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hf-dspark: ")]
         assert stop.value.code == 1 and len(lines) == 1 and match in lines[0]
-
-
-@pytest.mark.parametrize("command", ["inspect", "convert"])
-def test_help(command):
-    assert f"Example: hf-dspark {command} " in invoke(command, "--help")

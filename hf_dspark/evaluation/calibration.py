@@ -120,7 +120,7 @@ def fit_calibration(blocks: Sequence[Block], drafter: DSparkDraftModel, dataset:
     """
     if drafter.confidence_head is None:
         raise ValueError("this drafter has no confidence head, so there is nothing to calibrate.")
-    if any(drafter.config.calibration(greedy) != (None, None) for greedy in (True, False)):
+    if drafter.config.is_calibrated:
         raise ValueError(
             "this drafter is calibrated already, and the blocks are not those of its raw confidences: clear that with "
             "`set_calibration(drafter)` and roll out again."

@@ -57,7 +57,7 @@ def export_checkpoint(
     if target is not None:
         drafter.bind(target)
     described, copies = WRITTEN[packaging].describe(drafter.config, target)
-    if any(drafter.config.calibration(greedy) != (None, None) for greedy in (True, False)):
+    if drafter.config.is_calibrated:
         logger.warning(
             f"The {packaging} packaging has no place for calibration: the confidences in {folder} are the raw ones. "
             "`hf-dspark calibrate --sts` writes temperatures for SGLang."
