@@ -42,8 +42,10 @@ class SlotLayer(DynamicLayer):
         if stored >= capacity:
             return
         capacity = -(-capacity // _GROWTH) * _GROWTH
+        # Packed states are one row, whatever is stored; the first ones, of the prompts, never are packed.
+        rows = self.rows or (self.keys if stored else key_states).shape[0]
         for name, states in (("keys", key_states), ("values", value_states)):
-            room = states.new_zeros(self.rows or states.shape[0], states.shape[1], capacity, states.shape[3])
+            room = states.new_zeros(rows, states.shape[1], capacity, states.shape[3])
             if stored:
                 room[:, :, :stored] = getattr(self, name)
             setattr(self, name, room)
