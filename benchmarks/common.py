@@ -1,13 +1,21 @@
-"""What the benchmarks share: which prompts they run on, and the JSON they leave."""
+"""What the benchmarks share: which prompts they run on, on what machine, and the JSON they leave."""
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import platform
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
+import hf_dspark
 from hf_dspark.demo.show import PROMPTS
 from hf_dspark.evaluation import read_prompt_sets
 from hf_dspark.formats.files import write_text
@@ -32,6 +40,17 @@ def chosen_sets(arguments: argparse.Namespace) -> dict[str, Sequence[Any]]:
 def chosen_prompts(arguments: argparse.Namespace) -> list[Any]:
     """The prompts asked for, of all sets."""
     return [prompt for texts in chosen_sets(arguments).values() for prompt in texts]
+
+
+def about(threads: int | None = None) -> dict[str, Any]:
+    """By what command, when and on what a report is made; `threads` are this process's if not given."""
+    count = threads or torch.get_num_threads()
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.machine()}, {count} thread{'s' if count > 1 else ''}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, hf_dspark {hf_dspark.__version__}",
+    }
 
 
 def save(report: dict[str, Any], arguments: argparse.Namespace) -> None:

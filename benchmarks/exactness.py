@@ -15,8 +15,7 @@ import argparse
 import json
 from collections import Counter
 
-import torch
-from common import add_options, chosen_prompts, save
+from common import about, add_options, chosen_prompts, save
 from transformers.utils import logging
 
 from hf_dspark import LoadProfile
@@ -59,8 +58,7 @@ def main() -> None:
     results = {key: dict(counter) | {"tau": round(sum(lengths[key]) / len(lengths[key]), 3)} for key, counter in counts.items()}
     for key, counter in results.items():
         print(f"{key:<24} {counter}")
-    report = {"prompts": len(prompts), "max_new_tokens": arguments.max_new_tokens, "threads": torch.get_num_threads()}
-    report["results"] = results
+    report = {**about(), "prompts": len(prompts), "max_new_tokens": arguments.max_new_tokens, "results": results}
     save(report, arguments)
     print(json.dumps(report))
 

@@ -12,11 +12,7 @@ of stdout is JSON.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
-import shlex
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from common import save
+from common import about, save
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
@@ -179,9 +175,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     report: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, 1 thread, torch {torch.__version__}",
+        **about(),
         "block_size": BLOCK_SIZE, "markov_rank": RANK, "candidates": CANDIDATES, "vocabularies": {},
     }  # fmt: skip
     with patch("hf_dspark.statistics.time.perf_counter", time.process_time):  # the phases of a draft by processor seconds

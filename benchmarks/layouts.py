@@ -11,23 +11,17 @@ they say of many threads or of an accelerator is only that packing does less wor
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
-import shlex
-import sys
 import time
 from pathlib import Path
 from statistics import median
 
 import torch
-import transformers
-from common import save
+from common import about, save
 from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
-import hf_dspark
 from hf_dspark import target as target_module
 from hf_dspark.demo import load_target
 from hf_dspark.target import TargetForward
@@ -49,10 +43,7 @@ def main() -> None:
     target_module.packing_pays = lambda counts: True  # both layouts, whatever is chosen in use
     target, _ = load_target()
     results: dict = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, 1 thread, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"hf_dspark {hf_dspark.__version__}",
+        **about(),
         "measured": "processor time of one verification forward, padded / packed, one thread; above 1 packed is faster",
         "results": [],
     }

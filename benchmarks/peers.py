@@ -10,16 +10,13 @@ decoding and whether the text is the same. The last line of stdout is JSON.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import shlex
 import statistics
 import sys
 import time
 from collections import Counter
 
-import torch
-from common import add_options, chosen_prompts, save
+from common import about, add_options, chosen_prompts, save
 from transformers.utils import logging
 
 from hf_dspark import LoadProfile, pack_linears
@@ -85,9 +82,7 @@ def main() -> None:
             f"{method:<22} median {rows[-1]['ratio_median']:.2f} mean {rows[-1]['ratio_mean']:.2f} {tau:<9} {rows[-1]['match']}"
         )
     report = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "threads": torch.get_num_threads(),
+        **about(),
         "prompts": len(prompts),
         "packed": arguments.packed,
         "rows": rows,

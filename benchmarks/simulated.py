@@ -16,24 +16,17 @@ of it. The last line of stdout is JSON.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from common import add_options, chosen_prompts, save
+from common import about, add_options, chosen_prompts, save
 from transformers.utils import logging
 
-import hf_dspark
 from hf_dspark import DSparkDraftModel, LoadProfile, pack_linears
 from hf_dspark.evaluation import draw_simulation, encode_prompts
 from hf_dspark.loading import drafter_by_name, target_by_name
@@ -187,10 +180,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if not arguments.as_loaded:
         pack_linears(target)
     report: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, hf_dspark {hf_dspark.__version__}",
+        **about(),
         "linears": "as loaded" if arguments.as_loaded else "packed",
         "rows": [],
     }

@@ -16,10 +16,8 @@ without a reason, or when memory grew.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
-import platform
 import random
 import statistics
 import sys
@@ -32,14 +30,12 @@ from typing import Any
 
 import psutil
 import torch
-import transformers
-from common import save
+from common import about, save
 from transformers.utils import logging
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from tiny import EOS, MASK, VOCABULARY, jagged_profile, padded_prompts, tiny_drafter, tiny_target
 
-import hf_dspark
 from hf_dspark import Request, ServingLoop
 from hf_dspark.candidate_generator import SCHEDULING_MODES
 from hf_dspark.evaluation import match_texts
@@ -337,20 +333,18 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.set_verbosity_error()
     torch.set_num_threads(1)
-    about = {
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, 1 thread, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"hf_dspark {hf_dspark.__version__}",
+    facts = {
+        **about(),
         "duty": arguments.duty,
         "max_rows": arguments.max_rows,
     }
 
     def keep(report: dict[str, Any]) -> None:
-        save(about | report, arguments)
+        save(facts | report, arguments)
 
     report = run_soak(60 * arguments.minutes, arguments.max_rows, duty=arguments.duty, seed=arguments.seed, progress=keep)
     keep(report)
-    print(json.dumps(about | report))
+    print(json.dumps(facts | report))
     sys.exit(1 if report["problems"] else 0)
 
 

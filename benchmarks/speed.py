@@ -10,18 +10,11 @@ greedy and sampled (temperature 1, top-k 50). The load profile is measured first
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
-import shlex
-import sys
 
-import torch
-import transformers
-from common import add_options, chosen_sets, save
+from common import about, add_options, chosen_sets, save
 from transformers.utils import logging
 
-import hf_dspark
 from hf_dspark import LoadProfile, pack_linears
 from hf_dspark.demo import load_default
 from hf_dspark.evaluation import SETTINGS, compare, summarise
@@ -41,10 +34,7 @@ def main() -> None:
     target, tokenizer, drafter = load_default()
     drafter.scheduling = arguments.scheduling
     results: dict = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, hf_dspark {hf_dspark.__version__}",
+        **about(),
         "profiles": {},
         "rows": [],
     }

@@ -13,11 +13,7 @@ of stdout is JSON.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
-import shlex
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from common import about
 from table import ROOT, replace_section
 from torch.utils.data import Subset
 from transformers import PreTrainedModel, set_seed
@@ -92,11 +89,7 @@ def main() -> None:
     settings = {"steps": arguments.steps, "anchors": arguments.anchors}
     if report.setdefault("settings", settings) != settings:
         parser.error(f"{arguments.output} holds a study with {report['settings']}; name another file.")
-    report |= {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, 1 thread, torch {torch.__version__}",
-    }
+    report |= about()
     target, tokenizer = target_by_name(arguments.target)
     examples = [example for path in arguments.data for example in read_examples(path, tokenizer)]
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0)).tolist()

@@ -12,12 +12,9 @@ stdout is JSON.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import resource
-import shlex
 import subprocess
 import sys
 import time
@@ -26,7 +23,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import save
+from common import about, save
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -166,9 +163,7 @@ def main() -> None:
         )
         print(f"{form:>16}: {results[form]}", flush=True)
     report = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, 1 thread, torch {torch.__version__}",
+        **about(threads=1),
         "vocabulary": arguments.vocabulary,
         "blocks": arguments.blocks,
         "block_size": BLOCK_SIZE,

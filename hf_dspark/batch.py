@@ -91,7 +91,8 @@ class Batch:
     def observe(self, outcome: Outcome) -> None:
         """Shows the drafter what the target thought about anchors and accepted drafts."""
         counts = [count + 1 for count in outcome.accepted]
-        self.generator.observe(outcome.outputs.hidden_states, outcome.slots, counts)
+        with self.generator.statistics.timed("draft"):
+            self.generator.observe(outcome.outputs.hidden_states, outcome.slots, counts)
 
     def select_rows(self, places: list[int]) -> None:
         """Keeps only the rows at the given places, in that order."""

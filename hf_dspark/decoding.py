@@ -94,8 +94,7 @@ def dspark_decoding(
         generator.book(outcome.lengths, outcome.accepted, committed)
         _report(drafter, rows, running, outcome, committed)
         if rows.active:
-            with statistics.timed("draft"):
-                batch.observe(outcome)
+            batch.observe(outcome)
 
     rows.finish()
     forward.hand_back(rows.padded(), [len(ids) for ids in rows.sequences])

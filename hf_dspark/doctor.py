@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
+from .candidate_generator import SCHEDULING_MODES
 from .evaluation import encode_prompts
+from .evaluation.comparison import encode_texts
+from .evaluation.reliability import verified_to_the_end
 from .load_profile import LoadProfile
 from .modeling_dspark import DSparkDraftModel
 from .packing import PackedLinear
@@ -27,7 +30,6 @@ _FAR_BELOW = 0.6  # of the acceptance at position 1 that the card states
 _SUSPICIOUS = 0.25  # where there is no card: less than this is seldom the text's fault
 _CLEARLY = 1.5  # times the acceptance that another form of the prompt must bring to be blamed
 _ROUNDS = 200  # simulated to compare modes
-_MODES = ("full", "threshold", "early_stop", "two_step", "presampled")
 
 
 def examine(
@@ -126,7 +128,7 @@ def _ratios_by_mode(traces: Sequence[Trace], profile: LoadProfile) -> dict[str, 
     if not traces:
         return {}
     plain = simulate(traces, profile, 1, "plain", rounds=_ROUNDS).throughput
-    return {mode: simulate(traces, profile, 1, mode, rounds=_ROUNDS).throughput / plain for mode in _MODES}
+    return {mode: simulate(traces, profile, 1, mode, rounds=_ROUNDS).throughput / plain for mode in SCHEDULING_MODES}
 
 
 def stated_acceptance(drafter: DSparkDraftModel) -> float | None:
@@ -159,11 +161,8 @@ def _mismatch(
     against = "which is little" if stated is None else f"and its card states {stated:.2f}"
     findings = [("mismatch", f"The target agrees with {first:.2f} of the drafts' first tokens, {against}.")]
     for name, inputs in _other_forms(tokenizer, prompts).items():
-        before, drafter.scheduling = drafter.scheduling, "full"
-        try:
+        with verified_to_the_end(drafter):
             counts = [_statistics(target, drafter, one.to(target.device), options) for one in inputs]
-        finally:
-            drafter.scheduling = before
         reached = sum(one.reached_per_position[0] for one in counts)
         other = sum(one.accepted_per_position[0] for one in counts) / max(1, reached)
         if other > max(_CLEARLY * first, 0.05):
@@ -178,18 +177,12 @@ def _mismatch(
 
 def _other_forms(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Any]) -> dict[str, list[BatchEncoding]]:
     """The prompts without a chat template, and with thinking switched either way where the template knows of it."""
-    talks = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
-    forms = {"without the chat template": [tokenizer(talk[-1]["content"], return_tensors="pt") for talk in talks]}
+    turns = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in prompts]
+    forms = {"without the chat template": [encode_texts(tokenizer, [turn]) for turn in turns]}
     if "enable_thinking" in str(tokenizer.chat_template):
         for thinks in (True, False):
-            texts: list[Any] = [
-                tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False, enable_thinking=thinks)
-                for talk in talks
-            ]
             name = f"with `enable_thinking={thinks}`"
-            forms[name] = [tokenizer(text, return_tensors="pt", add_special_tokens=False) for text in texts]
-    for inputs in (one for encoded in forms.values() for one in encoded):
-        inputs.pop("token_type_ids", None)
+            forms[name] = [encode_prompts(tokenizer, [prompt], enable_thinking=thinks) for prompt in prompts]
     return forms
 
 

@@ -365,8 +365,7 @@ class ServingLoop:
         batch.generator.book(outcome.lengths, outcome.accepted, committed)
         left = [place for place, row in enumerate(rows) if row.text.active and not outcome.faulty[place]]
         if left:
-            with self.statistics.timed("draft"):
-                batch.observe(outcome)
+            batch.observe(outcome)
         self._keep(left)
 
     def _keep(self, places: list[int]) -> None:

@@ -25,14 +25,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import scheduling
+from .candidate_generator import SCHEDULING_MODES
 from .evaluation import encode_prompts
+from .evaluation.reliability import verified_to_the_end
 from .formats.files import write_text
 from .load_profile import LoadProfile
 from .modeling_dspark import DSparkDraftModel
 from .profitability import Profitability
 from .statistics import Round
 
-MODES = ("plain", "full", "threshold", "early_stop", "two_step", "presampled")
+MODES = ("plain", *SCHEDULING_MODES)
 
 
 @dataclass(frozen=True)
@@ -116,16 +118,13 @@ def record_traces(
     if drafter.confidence_head is None:
         raise ValueError("traces need confidences, and this drafter has no confidence head. Train one with it.")
     traces = []
-    before = drafter.scheduling, drafter.on_round
-    try:
+    rounds: list[Round] = []
+    with verified_to_the_end(drafter, rounds.append):
         for start in range(0, len(prompts), batch_size):
             inputs = encode_prompts(tokenizer, prompts[start : start + batch_size]).to(target.device)
-            rounds: list[Round] = []
-            drafter.scheduling, drafter.on_round = "full", rounds.append
+            rounds.clear()
             target.generate(**inputs, **generate_kwargs, assistant_model=drafter)
             traces += [trace for row in range(len(inputs["input_ids"])) if (trace := _trace(rounds, row)) is not None]
-    finally:
-        drafter.scheduling, drafter.on_round = before
     return traces
 
 

@@ -6,12 +6,12 @@ With each of them greedy text equals plain `generate` of the same target, and th
 import pytest
 import torch
 from tiny import (
-    BOS,
-    EOS,
     PAD,
+    SHAPE,
     VOCABULARY,
     WINDOW,
     assert_some_accepted,
+    draw_weights,
     jagged_profile,
     one_thread,  # noqa: F401
     padded_prompts,
@@ -52,20 +52,7 @@ def assert_same(target, inputs, drafter):
 
 def multimodal_target(kind):
     """A Qwen3-VL or Gemma4 with random weights, whose text part is as easy as that of a tiny target."""
-    text = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "pad_token_id": PAD,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-    }
+    text = SHAPE | {"vocab_size": VOCABULARY}
     vision = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 4}
     tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO, "tie_word_embeddings": False}
     torch.manual_seed(0)
@@ -91,12 +78,7 @@ def multimodal_target(kind):
         vision |= {"position_embedding_size": 64, "pooling_kernel_size": 2}
         tokens |= {"boi_token_id": IMAGE_START, "eoi_token_id": IMAGE_END}
         model = Gemma4ForConditionalGeneration(Gemma4Config(text_config=text, vision_config=vision, **tokens))
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(std=0.6 / weight.shape[-1] ** 0.5)
-        model.get_input_embeddings().weight.normal_()
-        model.get_output_embeddings().weight.normal_(std=3 / 32**0.5)
+    draw_weights(model)
     return model.eval()
 
 

@@ -47,6 +47,20 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+# Of every tiny target, whatever its kind.
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+}
 _KINDS = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
@@ -89,30 +103,21 @@ def tiny_target(
         `PreTrainedModel`: in evaluation mode, with PAD, BOS and EOS as special tokens.
     """
     config_class, model_class, fields = _KINDS[kind]
-    shape = {
-        "vocab_size": vocab_size,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "pad_token_id": PAD,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-        "attn_implementation": attention,
-    }
+    shape = SHAPE | {"vocab_size": vocab_size, "attn_implementation": attention}
     torch.manual_seed(seed)
     model = model_class(config_class(**(shape | fields | config))).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(std=0.6 / weight.shape[-1] ** 0.5)
-        model.get_input_embeddings().weight.normal_()
-        model.get_output_embeddings().weight.normal_(std=3 / 32**0.5)
+    draw_weights(model)
     return model
+
+
+@torch.no_grad()
+def draw_weights(model: PreTrainedModel) -> None:
+    """Random weights under which a model is far from sure and far from indifferent."""
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.normal_(std=0.6 / weight.shape[-1] ** 0.5)
+    model.get_input_embeddings().weight.normal_()
+    model.get_output_embeddings().weight.normal_(std=3 / 32**0.5)
 
 
 @torch.no_grad()

@@ -127,25 +127,34 @@ def compare(
         )
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | list[dict[str, str]]]) -> BatchEncoding:
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | list[dict[str, str]]], **chat_template_kwargs: Any
+) -> BatchEncoding:
     """Renders prompts as a left-padded batch that waits for the answers.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): with a chat template.
         prompts (sequence of `str` or `list[dict]`): R user turns, or conversations that end with one.
+        chat_template_kwargs: of the chat template, e.g. `enable_thinking=False`.
 
     Returns:
         `BatchEncoding`: `input_ids` and `attention_mask`, `torch.LongTensor`s of shape `(R, P)`.
     """
-    texts = [
+    texts: list[Any] = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
             add_generation_prompt=True,
             tokenize=False,
+            **chat_template_kwargs,
         )
         for prompt in prompts
     ]
-    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    return encode_texts(tokenizer, texts, padding=True, padding_side="left", add_special_tokens=False)
+
+
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str], **tokenizer_kwargs: Any) -> BatchEncoding:
+    """Token ids and mask of texts as they stand, without a chat template."""
+    inputs = tokenizer(texts, return_tensors="pt", **tokenizer_kwargs)
     inputs.pop("token_type_ids", None)  # some tokenizers make them, and no decoder wants them
     return inputs
 

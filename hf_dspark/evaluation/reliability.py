@@ -5,7 +5,7 @@ Everything here works on [`Block`]s, the drafts of real rollouts and what the ta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,22 @@ class Block:
 
 
 @contextmanager
+def verified_to_the_end(drafter: DSparkDraftModel, listener: Callable[[Round], None] | None = None) -> Iterator[None]:
+    """Within this context every draft is verified to its end, whatever the scheduler would have picked.
+
+    Args:
+        drafter ([`DSparkDraftModel`]): its `scheduling` and `on_round` are put back afterwards.
+        listener (callable, *optional*): hears of every round; the drafter's own if not given.
+    """
+    before = drafter.scheduling, drafter.on_round
+    drafter.scheduling, drafter.on_round = "full", listener or drafter.on_round
+    try:
+        yield
+    finally:
+        drafter.scheduling, drafter.on_round = before
+
+
+@contextmanager
 def recorded_blocks(drafter: DSparkDraftModel) -> Iterator[list[Block]]:
     """Within this context every draft is verified to its end, and entered in the list that the context gives.
 
@@ -51,12 +67,8 @@ def recorded_blocks(drafter: DSparkDraftModel) -> Iterator[list[Block]]:
                 confidence = [] if one.confidence is None else one.confidence[place][: len(drafted)]
                 blocks.append(Block(confidence, len(drafted), one.accepted[place]))
 
-    before = drafter.scheduling, drafter.on_round
-    drafter.scheduling, drafter.on_round = "full", record
-    try:
+    with verified_to_the_end(drafter, record):
         yield blocks
-    finally:
-        drafter.scheduling, drafter.on_round = before
 
 
 def expected_calibration_error(promised: np.ndarray, kept: np.ndarray, bins: int = 15) -> float:
