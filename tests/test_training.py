@@ -1102,7 +1102,7 @@ class KeepGradients(TrainerCallback):
 
 
 def one_step(folder, target, examples, batch_size, processes):
-    """Gradients of one training step, and what was logged. Called in every process."""
+    """Gradients of one training step, the weights it led to, and what was logged. Called in every process."""
     drafter, keep = new_drafter(target, markov_head_type="rnn"), KeepGradients()
     options = {"max_steps": 1, "num_anchors": 100, "max_grad_norm": 0.0, "per_device_train_batch_size": batch_size}
     args = arguments(folder, **options)
@@ -1112,7 +1112,7 @@ def one_step(folder, target, examples, batch_size, processes):
     evaluated = trainer.evaluate()
     logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
     numbers = {"loss": logged["loss"], "tau": logged["tau"], "eval_loss": evaluated["eval_loss"]}
-    return keep.grads, numbers
+    return keep.grads, drafter.state_dict(), numbers
 
 
 _PROCESS = """
@@ -1122,15 +1122,14 @@ import torch
 import test_training as tests
 
 examples = torch.load(sys.argv[3] + "/examples.pt")
-grads, numbers = tests.one_step(sys.argv[3], tests.tiny_target("qwen3", seed=2), examples, 4, 2)
-if torch.distributed.get_rank() == 0:
-    torch.save((grads, numbers), sys.argv[3] + "/result.pt")
+result = tests.one_step(sys.argv[3], tests.tiny_target("qwen3", seed=2), examples, 4, 2)
+torch.save(result, f"{sys.argv[3]}/result_{torch.distributed.get_rank()}.pt")
 torch.distributed.destroy_process_group()
 """
 
 
 def test_two_processes_train_as_one(target, examples, tmp_path):
-    """Half the batch each, with blocks of their own number: the gradients are those of the whole batch."""
+    """Half the batch each, with blocks of their own number: gradients and new weights are those of the whole batch."""
     torch.save(examples[:8], tmp_path / "examples.pt")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -1143,11 +1142,11 @@ def test_two_processes_train_as_one(target, examples, tmp_path):
         )
         for rank in ("0", "1")
     ]
-    expected, expected_numbers = one_step(tmp_path, target, examples[:8], 8, 1)
+    expected, expected_weights, expected_numbers = one_step(tmp_path, target, examples[:8], 8, 1)
     errors = [worker.communicate(timeout=120)[1] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], "\n".join(errors)
-    grads, numbers = torch.load(tmp_path / "result.pt")
-    assert grads.keys() == expected.keys()
-    for name, grad in expected.items():
-        torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-    assert numbers == pytest.approx(expected_numbers, rel=1e-3)
+    for rank in range(2):
+        grads, weights, numbers = torch.load(tmp_path / f"result_{rank}.pt")
+        torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-3, atol=1e-4)
+        assert numbers == pytest.approx(expected_numbers, rel=1e-3)

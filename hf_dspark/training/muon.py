@@ -2,7 +2,7 @@
 
 Muon (Jordan et al., 2024) replaces a matrix's momentum by the nearest orthogonal matrix, found by five Newton–Schulz
 steps. `torch.optim.Muon` does those in bfloat16, which takes 40 s a step on processors without it; here they run in the
-parameter's own precision.
+parameter's own precision, and the processes of a distributed run share the matrices among them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 # Quintic iteration of Jordan et al.: fastest growth of small singular values at a band around 1.
@@ -19,6 +20,8 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon on the parameters of groups with `use_muon`, AdamW on the others.
+
+    In a distributed run every process must hold all parameters and the same gradients, as under `DistributedDataParallel`.
 
     Args:
         groups (iterable of `dict`): each with `params`, `lr` and `use_muon`.
@@ -40,21 +43,27 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable | None = None) -> None:
         """One update; `closure` is not supported, as in most of the library's optimizers under Trainer."""
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in parameters:
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                (self._muon if group["use_muon"] else self._adamw)(parameter, group)
+            if group["use_muon"]:
+                self._muon(parameters, group)
+            else:
+                for parameter in parameters:
+                    self._adamw(parameter, group)
 
-    def _muon(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["momentum"] = torch.zeros_like(parameter)
-        momentum = state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
-        update = orthogonalise(parameter.grad.lerp(momentum, group["momentum"]))
-        # A tall matrix gets a larger step, so that every input direction moves alike (Jordan et al.).
-        scale = max(1.0, parameter.shape[0] / parameter.shape[1]) ** 0.5
-        parameter.add_(update, alpha=-group["lr"] * scale)
+    def _muon(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        updates = []
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                state["momentum"] = torch.zeros_like(parameter)
+            momentum = state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
+            updates.append(parameter.grad.lerp(momentum, group["momentum"]))
+        for parameter, update in zip(parameters, _orthogonalised(updates), strict=True):
+            # A tall matrix gets a larger step, so that every input direction moves alike (Jordan et al.).
+            scale = max(1.0, parameter.shape[0] / parameter.shape[1]) ** 0.5
+            parameter.add_(update, alpha=-group["lr"] * scale)
 
     def _adamw(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -66,6 +75,19 @@ class MuonWithAdamW(torch.optim.Optimizer):
         state["square"].lerp_(parameter.grad.square(), 1 - beta2)
         bias1, bias2 = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
         parameter.addcdiv_(state["mean"], (state["square"] / bias2).sqrt_().add_(group["eps"]), value=-group["lr"] / bias1)
+
+
+def _orthogonalised(matrices: list[Tensor]) -> list[Tensor]:
+    """[`orthogonalise`] of each; every process of a distributed run does its share and sends it to the others."""
+    processes, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_available() and dist.is_initialized() else (1, 0)
+    found = [
+        orthogonalise(matrix).contiguous() if index % processes == rank else torch.empty_like(matrix)
+        for index, matrix in enumerate(matrices)
+    ]
+    if processes > 1:
+        for index, matrix in enumerate(found):
+            dist.broadcast(matrix, src=index % processes)
+    return found
 
 
 def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
@@ -99,9 +121,8 @@ def parameter_groups(model: nn.Module, learning_rate: float, muon_learning_rate:
         muon_learning_rate (`float`): of Muon.
 
     Returns:
-        `list[dict]`: a group for Muon, the matrices between hidden states, and one for AdamW: the tables of the
-            sequential
-        head (whose rows are tokens), the confidence head, norms and biases.
+        `list[dict]`: a group for Muon, the matrices between hidden states, and one for AdamW: the tables of the sequential
+            head (whose rows are tokens), the confidence head, norms and biases.
     """
     muon: list[nn.Parameter] = []
     adamw: list[nn.Parameter] = []
