@@ -3,10 +3,10 @@
     python benchmarks/head_cost.py --output benchmarks/results/head_cost.json
 
 A round is the draft (parallel stage), the head with its scheduler, and the verification of K + 1 tokens. The target and the
-drafters have the sizes of the embedded pair and random weights, which cost the same time; K = 7. "restricted" biases only
-the 64 tokens that the backbone finds likeliest at each position, and draws among them. One thread; everything that is
-compared takes turns, and seconds are processor seconds, which a busy machine stretches less than the clock. The last line
-of stdout is JSON.
+drafters have the sizes of the embedded pair and random weights, which cost the same time; K = 7. "restricted" is
+`drafter.head_candidates = 64`: only the tokens that the backbone finds likeliest are biased, and drawn among. One thread;
+everything that is compared takes turns, and seconds are processor seconds, which a busy machine stretches less than the
+clock. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def build_drafter(target: LlamaForCausalLM, head: str, draft_vocabulary: int | N
     return drafter
 
 
-def draft(drafter: DSparkDraftModel, do_sample: bool) -> Callable[[], dict[str, float]]:
+def draft(drafter: DSparkDraftModel, do_sample: bool, candidates: int | None) -> Callable[[], dict[str, float]]:
     """Drafts a block and returns the seconds of its parts."""
     generator = DSparkCandidateGenerator(drafter, LogitsProcessorList(), do_sample)
     generator.start(RowLayout(torch.arange(CONTEXT + 1)[None], None))
@@ -71,33 +71,10 @@ def draft(drafter: DSparkDraftModel, do_sample: bool) -> Callable[[], dict[str, 
 
     def once() -> dict[str, float]:
         generator.observe(few, [CONTEXT - 2], [2])
+        drafter.head_candidates = candidates
         before = dict(generator.statistics.seconds)
         generator.propose([tokens], [0], [CONTEXT], [BLOCK_SIZE])
         return {phase: seconds - before[phase] for phase, seconds in generator.statistics.seconds.items()}
-
-    return once
-
-
-def restricted_head(drafter: DSparkDraftModel, do_sample: bool) -> Callable[[], float]:
-    """The sequential stage on few candidates a position, laws reported over the whole vocabulary."""
-    head: Any = drafter.markov_head
-    hidden = torch.randn(1, BLOCK_SIZE, 576)
-    base = drafter.base_logits(hidden)
-
-    def once() -> float:
-        began = time.process_time()
-        values, candidates = base[0].topk(CANDIDATES, dim=-1)  # (K, C)
-        rows = head.markov_w2.weight[candidates]  # (K, C, r)
-        previous, state, laws = torch.zeros(1, dtype=torch.long), None, []
-        for k in range(BLOCK_SIZE):
-            latent, state = head.latent(head.markov_w1(previous), hidden[:, k], state)
-            logits = values[k] + rows[k] @ latent[0]
-            laws.append(logits)
-            choice = torch.multinomial(logits.softmax(-1), 1) if do_sample else logits.argmax(-1, keepdim=True)
-            previous = candidates[k][choice]
-        if do_sample:
-            base.new_full(base.shape[1:], -torch.inf).scatter_(1, candidates, torch.stack(laws))
-        return time.process_time() - began
 
     return once
 
@@ -129,41 +106,34 @@ def measure(vocabulary: int, repeats: int) -> dict[str, Any]:
         for head in ("vanilla", "gated", "rnn")
         for size in (None, 8192)
     }
-    drafts, restricted = {}, {}
     # Never two of the same drafter in a row: the second would find its matrices in the processor's cache.
-    for mode in ("greedy", "sampled"):
-        for (head, size), drafter in drafters.items():
-            drafts[head, size, mode] = draft(drafter, mode == "sampled")
-            if size == vocabulary:
-                restricted[head, size, mode] = restricted_head(drafter, mode == "sampled")
-    times: dict[Any, list[Any]] = {key: [] for key in (*steps, *drafts, *(("restricted", *name) for name in restricted))}
+    drafts = {
+        (mode, way, head, size): draft(drafter, mode == "sampled", candidates)
+        for mode in ("greedy", "sampled")
+        for way, candidates in (("all", None), ("restricted", CANDIDATES))
+        for (head, size), drafter in drafters.items()
+    }
+    times: dict[Any, list[Any]] = {key: [] for key in (*steps, *drafts)}
     for repeat in range(repeats + 1):
-        found = {name: run() for name, run in steps.items()}
-        found |= {name: run() for name, run in drafts.items()}
-        found |= {("restricted", *name): run() for name, run in restricted.items()}
+        found = {name: run() for name, run in (steps | drafts).items()}
         for name, value in found.items():
             if repeat:  # the first round warms up
                 times[name].append(value)
 
     plain, verify = median(times["plain"]), median(times["verify"])
     rows = []
-    for (head, size, mode), runs in ((name, times[name]) for name in drafts):
+    for mode, way, head, size in drafts:
+        runs = times[mode, way, head, size]
         parts = {phase: median(run[phase] for run in runs) for phase in ("draft", "head", "schedule")}
-        ways = {"all": parts["head"]}
-        if (head, size, mode) in restricted:
-            ways["restricted"] = median(times["restricted", head, size, mode])
-        for way, seconds in ways.items():
-            extra = seconds + parts["schedule"]
-            rows.append(
-                {
-                    "head": head, "draft_vocabulary": size, "decoding": mode, "candidates": way,
-                    "head_over_plain_step": round(seconds / plain, 4),
-                    "schedule_over_plain_step": round(parts["schedule"] / plain, 4),
-                    "draft_over_plain_step": round(parts["draft"] / plain, 4),
-                    "share_of_round": round(extra / (extra + parts["draft"] + verify), 4),
-                }
-            )  # fmt: skip
-            print(vocabulary, rows[-1], flush=True)
+        extra = parts["head"] + parts["schedule"]
+        rows.append(
+            {
+                "head": head, "draft_vocabulary": size, "decoding": mode, "candidates": way,
+                **{f"{phase}_over_plain_step": round(seconds / plain, 4) for phase, seconds in parts.items()},
+                "share_of_round": round(extra / (extra + parts["draft"] + verify), 4),
+            }
+        )  # fmt: skip
+        print(vocabulary, rows[-1], flush=True)
     return {"plain_seconds": round(plain, 4), "verify_over_plain_step": round(verify / plain, 3), "rows": rows}
 
 

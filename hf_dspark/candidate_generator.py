@@ -10,6 +10,7 @@ loop in `decoding.py` uses `observe` and `propose` directly, for any number of r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +67,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         max_draft_tokens (`int`, *optional*): longest draft; the drafter's K when not given.
 
     Raises:
-        ValueError: `drafter.scheduling` names no mode, or one that this drafter cannot run.
+        ValueError: `drafter.scheduling` names no mode, or one that this drafter cannot run; or `drafter.head_candidates` is
+            no number of tokens.
     """
 
     requires_model_outputs = True
@@ -105,7 +107,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _choose_mode(self) -> str:
         drafter, mode = self.drafter, self.drafter.scheduling
-        profile = drafter.load_profile
+        profile, candidates = drafter.load_profile, drafter.head_candidates
+        if candidates is not None and (not isinstance(candidates, int) or candidates < 1):
+            raise ValueError(f"`head_candidates` must be None or a number of tokens from 1, got {candidates!r}.")
         if mode is not None and mode not in SCHEDULING_MODES:
             raise ValueError(f"`scheduling` must be None or one of {', '.join(SCHEDULING_MODES)}, got {mode!r}.")
         if drafter.confidence_head is None and mode not in (None, "full"):
@@ -343,12 +347,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
         laws: list[Tensor] = []
         embeddings: list[Tensor] = []
         state = None
+        bias = None if head is None else self._head_bias(base_logits[:, :longest])
         for k in range(longest):
             logits = base_logits[:, k]
-            if head is not None:
+            if bias is not None:
                 embedding = head.markov_w1(previous)
                 latent, state = head.latent(embedding, hidden[:, k], state)
-                logits = logits + head.markov_w2(latent)
+                logits = bias(k, latent)
                 embeddings.append(embedding)
             if self.processors:
                 if widen:  # these processors index by token
@@ -375,6 +380,24 @@ class DSparkCandidateGenerator(CandidateGenerator):
             None if widen else to_target,
             torch.stack(embeddings, dim=1) if embeddings else None,
         )
+
+    def _head_bias(self, base_logits: Tensor) -> Callable[[int, Tensor], Tensor]:
+        """What turns position k and its z `(R, r)` into biased logits `(R, Vd)`, from base logits `(R, L, Vd)`.
+
+        With `head_candidates`, only the likeliest base tokens get their bias, from their own rows of W2, and all others are
+        ruled out. The laws reported are those of the drawing either way.
+        """
+        w2, count = self.drafter.markov_head.markov_w2, self.drafter.head_candidates
+        if count is None or count >= base_logits.shape[-1]:
+            return lambda k, latent: base_logits[:, k] + w2(latent)
+        values, candidates = base_logits.topk(count, dim=-1)  # (R, L, C)
+        w2_rows = w2.weight[candidates]  # (R, L, C, r)
+
+        def bias(k: int, latent: Tensor) -> Tensor:
+            logits = values[:, k] + (w2_rows[:, k] @ latent[..., None])[..., 0].to(values.dtype)
+            return torch.full_like(base_logits[:, k], -torch.inf).scatter_(1, candidates[:, k], logits)
+
+        return bias
 
     # ---- scheduling ----
 

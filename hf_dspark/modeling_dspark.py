@@ -71,6 +71,9 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             (default) for the best exact one: a search with fresh confidences in greedy decoding, `"presampled"` in sampling.
         confidence_threshold (`float`, defaults to 0.5): for `scheduling="threshold"`.
         threshold_on (`str`, defaults to `"conditional"`): whether the threshold applies to each c_k or to their product.
+        head_candidates (`int`, *optional*): how many tokens of a position the sequential head chooses among, those the parallel
+            stage finds likeliest; all if not set. With a large vocabulary and few processors, most of the head's time is
+            spent on tokens without a chance; what is drafted may change, what is generated does not.
         statistics ([`Statistics`]): counts and seconds of the latest `generate`, or of a serving loop.
         on_round (callable, *optional*): called with a [`Round`] after every forward of the target, prefill included; for
             traces and displays.
@@ -99,6 +102,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self.scheduling: str | None = None
         self.confidence_threshold = 0.5
         self.threshold_on = "conditional"
+        self.head_candidates: int | None = None
         self.statistics = Statistics(config.num_draft_tokens)
         self.on_round: Callable[[Round], None] | None = None
         self._target: _BoundTarget | None = None

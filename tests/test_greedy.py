@@ -6,6 +6,7 @@ from tiny import (
     BOS,
     EOS,
     PAD,
+    VOCABULARY,
     assert_same_text,
     assert_some_accepted,
     jagged_profile,
@@ -120,6 +121,33 @@ def test_drafters(variant, rows):
     for drafter.load_profile in (None, jagged_profile()):
         assert_same_text(target, inputs, plain, generate(target, inputs, drafter))
         assert_some_accepted(drafter)
+
+
+@pytest.mark.parametrize("variant", ["vanilla", "rnn", "reduced vocabulary"])
+def test_few_candidates_for_the_head(variant, monkeypatch):
+    """One candidate is the backbone's own choice, as many as the vocabulary are all; the text is the target's either way."""
+    target = tiny_target("qwen3")
+    drafter = tiny_drafter(target, **(DRAFTERS[variant] | {"own_share": 0.5}))
+    drafter.scheduling = "full"
+    inputs, drafts, rounds = padded_prompts([2, 7, 4]), recorded_drafts(monkeypatch), []
+    plain = generate(target, inputs)
+    seen = {}
+    for drafter.head_candidates in (None, VOCABULARY, 8, 1):
+        drafts.clear()
+        assert_same_text(target, inputs, plain, generate(target, inputs, drafter))
+        assert_some_accepted(drafter)
+        seen[drafter.head_candidates] = dict(drafts)
+    assert seen[None] == seen[VOCABULARY] != seen[1]
+    assert seen[8] != seen[1]
+
+    drafter.on_round = rounds.append
+    generate(target, inputs, drafter)
+    drafted = [one for one in rounds if one.base]
+    assert drafted and all(one.base == one.drafted for one in drafted)
+    drafter.head_candidates = None
+    rounds.clear()
+    generate(target, inputs, drafter)
+    assert any(one.base not in (None, one.drafted) for one in rounds)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])

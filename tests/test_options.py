@@ -575,3 +575,10 @@ def test_unknown_schedules_are_refused(target, drafter):
     unsure.scheduling = "threshold"
     with pytest.raises(ValueError, match="has no confidence head"):
         generate(target, padded_prompts([3]), unsure)
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5, "64"])
+def test_candidates_of_the_head_are_a_number(target, drafter, count):
+    drafter.head_candidates = count
+    with pytest.raises(ValueError, match="`head_candidates` must be None or a number of tokens from 1"):
+        generate(target, padded_prompts([3]), drafter)

@@ -139,13 +139,19 @@ VARIANTS = {
     "rnn": ({"markov_head_type": "rnn"}, {}),
     "no head": ({"markov_rank": 0}, {}),
     "bonus anchor": ({"sample_from_anchor": False, "block_size": 4}, {}),
+    "two candidates": ({"head_candidates": 2}, {}),
+    "two candidates, prefix": ({"head_candidates": 2}, {"sequence_bias": [[[2, 3], 2.0], [[0], -1.0]]}),
+    "one candidate, reduced, top-k": ({"head_candidates": 1, "draft_token_ids": [0, 2, 3]}, {"top_k": 2}),
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_drafters_and_processors(target, variant):
     config, options = VARIANTS[variant]
+    config = dict(config)
+    candidates = config.pop("head_candidates", None)
     drafter = drafter_for(target, **config)
+    drafter.head_candidates = candidates
     drafter.load_profile = profile(rows=64)
     texts, truncated = sample(target, drafter, rows=64, calls=8, **options)
     assert truncated
