@@ -178,9 +178,8 @@ def first_difference(
         attention_mask (`torch.Tensor`, 1-D): of the prompt.
 
     Returns:
-        `tuple[int, float, float]` or `None`: position of the first different token, the target's best logit there and
-            its
-        lead over the second; `None` when the texts are the same.
+        `tuple[int, float, float]` or `None`: position of the first different token, the target's best logit there and its
+            lead over the second; `None` when the texts are the same.
     """
     common = min(len(plain), len(other))
     different = (plain[:common] != other[:common]).nonzero()

@@ -22,10 +22,9 @@ def sample_anchors(loss_mask: Tensor, num_anchors: int) -> tuple[Tensor, Tensor]
         num_anchors (`int`): anchors wanted per sequence, A.
 
     Returns:
-        `tuple[torch.LongTensor, torch.BoolTensor]`: positions `(B, A)`, and which of them are real `(B, A)`; the real
-            ones
-        come first, ascending, and the others are 0. A position qualifies when its token and the next one are answer
-        tokens. A is smaller than asked for where no sequence has as many.
+        `tuple[torch.LongTensor, torch.BoolTensor]`: positions `(B, A)`, and which of them are real `(B, A)`; the real ones
+            come first, ascending, and the others are 0. A position qualifies when its token and the next one are answer
+            tokens. A is smaller than asked for where no sequence has as many.
     """
     eligible = torch.zeros_like(loss_mask)
     eligible[:, :-1] = loss_mask[:, :-1] & loss_mask[:, 1:]

@@ -50,10 +50,8 @@ class LossOutput:
         normaliser (`torch.Tensor`, scalar): Σ w over supervised slots; the terms' denominator.
         metrics (`dict[str, torch.Tensor]`): sums over supervised slots per draft position, each `(K,)`: `count`,
             `overlap` (Σ c*), `agree` (draft and target have the same first choice), `confidence` (Σ c_k),
-                `confidence_error`
-            (Σ |c_k − c*|); and over blocks `(K,)`: `survive` (Σ ∏_{i≤k} c*_i) and `agree_prefix` (how many blocks agree
-                up
-            to k).
+            `confidence_error` (Σ |c_k − c*|); and over blocks `(K,)`: `survive` (Σ ∏_{i≤k} c*_i) and `agree_prefix` (how
+            many blocks agree up to k).
     """
 
     loss: Tensor
