@@ -214,3 +214,24 @@ def test_distributed_weights(one_process_group, reduced):
     drafts = drafter.base_logits(hidden)
     drafter.bind(target)
     torch.testing.assert_close(drafts, drafter.base_logits(hidden))
+
+
+# ---- compiled ----
+
+
+def test_compiled_target():
+    """Its forward runs as captured graphs, whose shapes change with every draft."""
+    target = tiny_target("llama", num_hidden_layers=2)
+    drafter = tiny_drafter(target, target_layer_ids=[-1, 0])
+    inputs, graphs = padded_prompts([3, 5]), []
+    plain = generate(target, inputs, max_new_tokens=6)
+
+    def keep(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    target.compile(backend=keep)
+    assert torch.equal(generate(target, inputs, drafter, max_new_tokens=6), plain)
+    assert_some_accepted(drafter)
+    assert graphs
+    torch.compiler.reset()
