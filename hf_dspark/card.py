@@ -74,14 +74,16 @@ def model_card(
         f"# {name}",
         f"A DSpark drafter for [{base_model}](https://huggingface.co/{base_model}): {config.num_hidden_layers} layers, drafts "
         f"of {config.num_draft_tokens} tokens, {head}, {confidence}{vocabulary}. {parameters / 1e6:.1f} million parameters of "
-        "its own; embedding and LM head are the target's. With it the target writes its own text in fewer forwards.",
+        "its own; embedding and LM head are the target's. With it the target writes its own text in fewer forwards. The method is "
+        "DSpark ([arXiv 2607.05147](https://arxiv.org/abs/2607.05147)).",
         "## Use",
-        "```bash\npip install hf-dspark\n```",
+        "With the package `hf-dspark` installed:",
         "```python\nfrom hf_dspark import DSparkDraftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'tokenizer = AutoTokenizer.from_pretrained("{base_model}")\n'
         f'target = AutoModelForCausalLM.from_pretrained("{base_model}", dtype="auto")\n'
         f'drafter = DSparkDraftModel.from_pretrained("{name}", dtype=target.dtype)\n'
-        'inputs = tokenizer("Why is the sky blue?", return_tensors="pt")\n'
+        'inputs = tokenizer.apply_chat_template(\n    [{"role": "user", "content": "Why is the sky blue?"}],\n'
+        '    add_generation_prompt=True,\n    return_dict=True,\n    return_tensors="pt",\n)\n'
         "output = target.generate(**inputs, assistant_model=drafter, max_new_tokens=128)\n"
         "print(tokenizer.decode(output[0], skip_special_tokens=True), drafter.statistics)\n```",
         "Batches, sampling, streaming and every other option of `generate` stay as they are. A script that does not import "

@@ -48,8 +48,8 @@ def options(
 ) -> None:
     """DSpark speculative decoding for transformers: the target's own text, sooner.
 
-    A target is a causal language model, a drafter the small model that proposes its next tokens. Without --target and
-    --drafter the embedded pair is meant.
+    A target is a causal language model, a drafter the small model that proposes its next tokens. Where an answer is
+    to be written, the embedded pair is meant without --target and --drafter.
 
     \b
     Examples:
@@ -792,7 +792,7 @@ def convert(
     Examples:
       hf-dspark convert my-drafter for-vllm --to speculators \\
         --target Qwen/Qwen3-4B
-      hf-dspark convert my-drafter out --to dflash
+      hf-dspark convert a-dflash-drafter out --to dflash
     """
     from .formats.export import export_checkpoint
 
