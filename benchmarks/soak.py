@@ -112,7 +112,11 @@ class Soak:
         """Prompts without the poison, and what plain `generate` writes behind each."""
         answers = []
         for start in range(0, count, 40):
-            inputs = padded_prompts([self.dice.randint(1, 40) for _ in range(min(40, count - start))], seed=start + 1)
+            # Now and then a long one, for which the caches of short ones have to grow.
+            lengths = [
+                self.dice.randint(*self.dice.choices([(1, 40), (200, 400)], [19, 1])[0]) for _ in range(min(40, count - start))
+            ]
+            inputs = padded_prompts(lengths, seed=start + 1)
             inputs["input_ids"][inputs["input_ids"] == self.poison] = EOS
             texts = self.clean.generate(**inputs, do_sample=False, max_new_tokens=LONGEST, eos_token_id=None)
             width = inputs["input_ids"].shape[1]

@@ -27,7 +27,7 @@ def answer_prompt(
 ) -> dict[str, Any]:
     """Answers one prompt with a drafter, and once more without when asked to.
 
-    A comparison begins with two tokens of each, unseen, so that neither pays for being the first. One run is no measurement:
+    A comparison begins with a few tokens of each, unseen, so that neither pays for being the first. One run is no measurement:
     [`~hf_dspark.evaluation.compare`] alternates.
 
     Args:
@@ -72,8 +72,9 @@ def answer_prompt(
         return ids, {"text": text, "tokens": len(new), "seconds": seconds, "tokens_per_second": len(new) / seconds}
 
     if plain:
+        few = generate_kwargs | {"max_new_tokens": 2 + drafter.config.num_draft_tokens}
         for assistant in ({"assistant_model": drafter}, {}):
-            target.generate(**inputs, **(generate_kwargs | {"max_new_tokens": 2}), **assistant)
+            target.generate(**inputs, **few, **assistant)
     ids, report = run("DSpark", assistant_model=drafter)
     counts = drafter.statistics
     report |= {"tau": counts.tau, "verified": counts.verified, "rejected": counts.rejected}

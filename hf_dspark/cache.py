@@ -149,7 +149,8 @@ class SlotCache(Cache):
                 rows = [part.shape[0] for part in parts]
                 room = parts[0].new_zeros(sum(rows), parts[0].shape[1], capacity, parts[0].shape[3])
                 for target, part in zip(room.split(rows), parts, strict=True):
-                    target[:, :, :length] = part[:, :, :length]
+                    kept = min(length, part.shape[2])  # a short row's cache may end before the longest row does
+                    target[:, :, :kept] = part[:, :, :kept]
                 setattr(mine, name, room)
 
     def replace_rows(self, rows: Tensor, other: SlotCache) -> None:
@@ -157,9 +158,9 @@ class SlotCache(Cache):
         for index, theirs in other._slot_layers():
             mine = self.layers[index]
             mine.reserve(theirs.keys, theirs.values, theirs.keys.shape[2])
-            stored = theirs.keys.shape[2]
-            mine.keys[rows, :, :stored] = theirs.keys
-            mine.values[rows, :, :stored] = theirs.values
+            stored, places = theirs.keys.shape[2], rows.to(mine.keys.device)
+            mine.keys[places, :, :stored] = theirs.keys
+            mine.values[places, :, :stored] = theirs.values
 
     def read_from(self, cache: Cache, length: int) -> None:
         """Starts with the first `length` columns of a cache that `generate` was given.
@@ -283,7 +284,7 @@ class RowLayout:
     def hide_padding(self, visible: Tensor, first_slot: int = 0) -> Tensor:
         """Clears the padding of the prompt in a mask `(R, ..., S)` whose column 0 is slot `first_slot`."""
         if self.padded is not None:
-            padded = self.padded[:, first_slot : first_slot + visible.shape[-1]]
+            padded = self.padded[:, first_slot : first_slot + visible.shape[-1]].to(visible.device)
             shape = (padded.shape[0], *[1] * (visible.ndim - 2), padded.shape[1])
             visible[..., : padded.shape[1]] &= ~padded.view(shape)
         return visible

@@ -223,8 +223,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """
         self.processors, self.do_sample = processors, do_sample
         self.mode = self._choose_mode()
-        if self.mode != "full" and self.profitability is None:  # the drafter has been given a profile meanwhile
-            self.profitability = Profitability(self.drafter.load_profile)
+        if self.mode == "full":
+            self.profitability = None
+        elif self.profitability is None or self.profitability.profile is not self.drafter.load_profile:
+            self.profitability = Profitability(self.drafter.load_profile)  # it has been given another one meanwhile
 
     # ---- drafting ----
 
@@ -260,7 +262,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 lengths = self._schedule(confidence, lengths)
                 longest = int(lengths.max())
         with statistics.timed("head"):
-            tokens, logits, token_ids, embeddings = self._sequential_stage(sequences, rows, hidden, base_logits, longest)
+            tokens, logits, token_ids, embeddings, usable = self._sequential_stage(
+                sequences, rows, hidden, base_logits, longest
+            )
+            lengths = lengths.minimum(usable)
         listened = self.drafter.on_round is not None
         if confidence is None and self.drafter.confidence_head is not None and (self.mode != "full" or listened):
             with statistics.timed("schedule"):
@@ -268,7 +273,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 if self.mode != "full":
                     confidence = self._discounted(confidence)
                     lengths = self._schedule(confidence, lengths)
-                    longest = int(lengths.max())
+        longest = int(lengths.max())
         base = base_logits[:, :longest].argmax(-1) if listened else None
         if base is not None and (to_target := self.drafter.draft_token_ids) is not None:
             base = to_target[base]
@@ -326,6 +331,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return None
         slots = torch.arange(self._first_slot, self._first_slot + length, device=block_slots.device)
         visible = (slots <= block_slots[:, -1:])[:, None]  # (R, 1, S)
+        if len(block_slots) > 1:  # told apart from a row's own mask, which flash attention takes for that of its last queries
+            visible = visible.expand(-1, block_slots.shape[1], -1)
         if window is not None:
             visible = visible & (slots > block_slots[:, :, None] - window)  # (R, Q, S)
         visible = layout.hide_padding(visible.clone(), self._first_slot)
@@ -333,16 +340,19 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _sequential_stage(
         self, sequences: list[Tensor], rows: list[int], hidden: Tensor, base_logits: Tensor, longest: int
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
         """x_k ~ softmax(U_k + B_k(x_<k, ·)) for k = 1 … longest.
 
         Returns:
             tokens `(R, L)`; when sampling, the processed logits `(R, L, ·)` and the token ids they stand for; W1 of each
-            position's predecessor `(R, L, r)`.
+            position's predecessor `(R, L, r)`; and how many of the tokens are drafts `(R,)`, on the host: where the
+            processors ban all that there is to choose from, or the drafter brings NaN, a row's draft ends.
         """
         head, to_target = self.drafter.markov_head, self.drafter.draft_token_ids
         widen = to_target is not None and bool(self.processors) and not self.processors.scores_only
         previous = torch.stack([ids[-1] for ids in sequences]).to(hidden.device)
+        usable = torch.ones_like(previous, dtype=torch.bool)
+        counts = torch.zeros_like(previous)
         tokens: list[Tensor] = []
         laws: list[Tensor] = []
         embeddings: list[Tensor] = []
@@ -362,12 +372,15 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 prefixes = []
                 if not self.processors.scores_only:
                     drafted = torch.stack(tokens, dim=1) if tokens else previous.new_empty(len(sequences), 0)
-                    prefixes = [torch.cat([ids, new.to(ids.device)]) for ids, new in zip(sequences, drafted, strict=True)]
-                logits = self.processors(logits.float(), prefixes, rows)
+                    prefixes = [  # a draft that has ended may hold what the processors have banned
+                        torch.cat([ids, new.to(ids.device)]) if goes_on else ids
+                        for ids, new, goes_on in zip(sequences, drafted, usable.tolist(), strict=True)
+                    ]
+                logits = self.processors(logits.float().to(sequences[0].device), prefixes, rows).to(hidden.device)
+            usable = usable & logits.amax(-1).isfinite()
+            counts += usable
             if self.do_sample:
-                # Processors may ban all that a reduced vocabulary has, and a drafter may bring NaN; any law will do then, as
-                # long as it is the one reported.
-                laws.append(torch.where(logits.amax(-1, keepdim=True).isfinite(), logits.float(), 0.0))
+                laws.append(torch.where(usable[:, None], logits.float(), 0.0))
                 choice = torch.multinomial(laws[-1].softmax(-1), 1)[:, 0]
             else:
                 choice = logits.argmax(-1)
@@ -379,6 +392,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             torch.stack(laws, dim=1) if laws else None,
             None if widen else to_target,
             torch.stack(embeddings, dim=1) if embeddings else None,
+            counts.cpu(),
         )
 
     def _head_bias(self, base_logits: Tensor) -> Callable[[int, Tensor], Tensor]:

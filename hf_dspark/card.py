@@ -74,8 +74,8 @@ def model_card(
         f"# {name}",
         f"A DSpark drafter for [{base_model}](https://huggingface.co/{base_model}): {config.num_hidden_layers} layers, drafts "
         f"of {config.num_draft_tokens} tokens, {head}, {confidence}{vocabulary}. {parameters / 1e6:.1f} million parameters of "
-        "its own; embedding and LM head are the target's. With it the target writes its own text in fewer forwards. The method is "
-        "DSpark ([arXiv 2607.05147](https://arxiv.org/abs/2607.05147)).",
+        "its own; embedding and LM head are the target's. With it the target writes its own text in fewer forwards. The "
+        "method is DSpark ([arXiv 2607.05147](https://arxiv.org/abs/2607.05147)).",
         "## Use",
         "With the package `hf-dspark` installed:",
         "```python\nfrom hf_dspark import DSparkDraftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"

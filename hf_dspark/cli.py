@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from .errors import require_extra
 from .loading import drafter_by_name, target_by_name
 
 if TYPE_CHECKING:
@@ -399,6 +400,7 @@ def evaluate(
     from .evaluation import evaluate as run
     from .formats.files import write_text
 
+    require_extra("evaluate", "sklearn", *(["matplotlib"] if pictures is not None else []))
     model, tokenizer = target_by_name(target)
     draft_model = drafter_by_name(drafter, model)
     results = []
@@ -463,6 +465,7 @@ def calibrate(
 
     from .evaluation import fit_calibration, read_prompt_sets, roll_out, set_calibration
 
+    require_extra("evaluate", "scipy")
     settings = _settings(temperature)
     if sts is not None and not any(options["do_sample"] for options in settings.values()):
         raise ValueError("`--sts` holds temperatures for sampling: give a --temperature above 0, or none for 0 and 1.")
@@ -664,6 +667,8 @@ def simulate(
     from .load_profile import LoadProfile
     from .simulation import policies, read_traces, record_traces, sweep, write_traces
 
+    if pictures is not None:
+        require_extra("evaluate", "matplotlib")
     curve = LoadProfile.load(profile)
     if prompts:
         model, tokenizer = target_by_name(target)

@@ -23,11 +23,11 @@ class Profitability:
     """Running comparison of drafted rounds with plain steps.
 
     Args:
-        profile ([`LoadProfile`], *optional*): prices. Without one, drafting is always taken to pay.
+        profile ([`LoadProfile`], *optional*): prices. Without one, or with a flat one, drafting is always taken to pay.
     """
 
     def __init__(self, profile: LoadProfile | None):
-        self._profile = None if profile is None or profile.is_flat else profile
+        self.profile = profile
         self._tokens = self._seconds = self._plain_tokens = 0.0
         self._promised = self._accepted = 0.0
         self._rounds = 0
@@ -58,12 +58,12 @@ class Profitability:
         """
         self._promised = _MEMORY * self._promised + promised
         self._accepted = _MEMORY * self._accepted + accepted
-        if self._profile is None:
+        if self.profile is None or self.profile.is_flat:
             return
-        requests = max(self._profile.requests(), rows)
+        requests = max(self.profile.requests(), rows)
         load = requests / rows  # the other requests are taken to be like these rows
-        seconds = self._profile.round_seconds(round(load * (rows + verified)), requests)
-        plain = self._profile.step_seconds(round(load * rows), requests)
+        seconds = self.profile.round_seconds(round(load * (rows + verified)), requests)
+        plain = self.profile.step_seconds(round(load * rows), requests)
         self._tokens = _MEMORY * self._tokens + committed
         self._seconds = _MEMORY * self._seconds + seconds
         # What plain decoding would have brought in the same time.

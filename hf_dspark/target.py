@@ -28,6 +28,7 @@ logger = logging.get_logger(__name__)
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 # Inputs that are made anew for every forward, or belong to the prefill alone.
 _MADE_HERE = ("attention_mask", "position_ids", "cache", "inputs_embeds", "use_cache", "logits_to_keep", *_TOKEN_TYPES)
+_FILLED_AT_ONCE = 64  # columns of padding that finished rows are given in one forward
 
 
 class TargetForward:
@@ -277,12 +278,15 @@ class TargetForward:
             return
         longest = max(lengths)
         if min(lengths) < longest:
-            # Plain decoding goes on feeding padding to the rows that have finished.
-            missing = longest - min(lengths)
-            padded = torch.nn.functional.pad(sequences, (0, missing))
-            tokens = torch.stack([ids[n - 1 : n - 1 + missing] for ids, n in zip(padded, lengths, strict=True)])
-            slots = [n - 1 + self.slot_offset for n in lengths]
-            self.verify(list(sequences), tokens, slots, [missing - 1] * len(slots))
+            # Plain decoding goes on feeding padding to the rows that have finished. Not all at once, because of the logits; a
+            # row that has come to the end waits at the first slot that is not handed back.
+            padded = torch.nn.functional.pad(sequences, (0, _FILLED_AT_ONCE))
+            for start in range(0, longest - min(lengths), _FILLED_AT_ONCE):
+                firsts = [min(n - 1 + start, longest - 1) for n in lengths]
+                counts = [max(1, min(longest - 1 - first, _FILLED_AT_ONCE)) for first in firsts]
+                tokens = torch.stack([ids[first : first + max(counts)] for ids, first in zip(padded, firsts, strict=True)])
+                slots = [first + self.slot_offset for first in firsts]
+                self.verify(list(sequences), tokens, slots, [count - 1 for count in counts])
         self.cache.write_to(self.user_cache, self.past_length, longest - 1 + self.slot_offset)
 
 

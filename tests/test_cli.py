@@ -251,6 +251,21 @@ def test_evaluate(folder, tmp_path):
     assert only["setting"] == "T=0.5" and sum(only["match"].values()) == 3
 
 
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        (["evaluate"], "sklearn"),
+        (["evaluate", "--pictures", "pictures"], "matplotlib"),
+        (["calibrate", "--output", "calibrated"], "scipy"),
+        (["simulate", "--traces", "traces.jsonl", "--profile", "profile.json", "--pictures", "pictures"], "matplotlib"),
+    ],
+)
+def test_a_missing_extra_is_named_before_anything_is_done(command, missing, folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, missing, None)
+    message = failure(monkeypatch, capsys, *command, "--prompts", folder / "prompts.jsonl", *pair_options(folder))
+    assert f"this needs {missing}, which is not installed: pip install 'hf-dspark[evaluate]'" in message
+
+
 def test_calibrate(folder, tmp_path, monkeypatch, capsys):
     arguments = ["calibrate", "--prompts", folder / "prompts.jsonl", *pair_options(folder)]
     arguments += ["--max-new-tokens", 24, "--output", tmp_path / "calibrated", "--sts", tmp_path / "sts.json"]

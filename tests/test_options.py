@@ -6,10 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny import (
+    BOS,
     EOS,
     MASK,
     PAD,
+    VOCABULARY,
     assert_some_accepted,
+    draw_weights,
     jagged_profile,
     one_thread,  # noqa: F401
     padded_prompts,
@@ -19,6 +22,8 @@ from tiny import (
 )
 from transformers import (
     DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -34,6 +39,8 @@ from transformers import (
 )
 from transformers.generation import stopping_criteria as host_criteria
 from transformers.generation.streamers import BaseStreamer
+
+from hf_dspark import target as target_module
 
 BATCHES = {"one row": [5], "three rows": [2, 7, 4]}
 
@@ -396,6 +403,26 @@ def test_conversation(kind, form, inputs):
         mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], dim=1)
 
 
+def test_cache_of_rows_that_end_far_apart(monkeypatch):
+    """What padding leaves in it is filled in a few columns at a time, and at no position that the target does not have."""
+    monkeypatch.setattr(target_module, "_FILLED_AT_ONCE", 8)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=48, n_embd=32, n_layer=4, n_head=4, pad_token_id=PAD, bos_token_id=BOS,
+        eos_token_id=EOS,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    target = GPT2LMHeadModel(config).eval()
+    draw_weights(target)
+    drafter = tiny_drafter(target)
+    inputs = padded_prompts([4, 4])
+    new = new_tokens(inputs, generate(target, inputs, max_new_tokens=44))
+    end = next(int(token) for token in new[0, :10] if token not in new[1])
+    options = {"max_new_tokens": 44, "eos_token_id": end, "return_dict_in_generate": True}
+    plain, drafted = generate(target, inputs, **options), generate(target, inputs, drafter, **options)
+    assert torch.equal(plain.sequences, drafted.sequences) and plain.sequences.shape[1] == 48
+    assert_same_cache(plain.cache, drafted.cache, inputs)
+
+
 def test_drafter_sees_only_what_it_was_told(target, drafter):
     """Of text that was in a cache already the drafter knows nothing: no empty slots stand in for it."""
     inputs, cache = padded_prompts([5]), DynamicCache(config=target.config)
@@ -565,6 +592,40 @@ def test_wrong_pair_is_refused(target, field, other):
 def test_unbound_drafter_says_how_to_bind_it(target):
     with pytest.raises(RuntimeError, match="this drafter is not bound to a target"):
         tiny_drafter(target).embed(torch.tensor([[MASK]]))
+
+
+class Grammar(LogitsProcessor):
+    """Even tokens follow odd ones and the reverse; knows no other texts."""
+
+    def __init__(self, prompt_length):
+        self.prompt_length = prompt_length
+
+    def __call__(self, input_ids, scores):
+        text = input_ids[:, self.prompt_length - 1 :]
+        if bool((text.diff(dim=1) % 2 == 0).any()):
+            raise KeyError("no such text")
+        allowed = torch.arange(scores.shape[1]) % 2 != input_ids[:, -1:] % 2
+        return scores.masked_fill(~allowed, -torch.inf)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("drafts", ["one candidate", "reduced vocabulary"])
+def test_processors_are_not_shown_what_they_have_banned(target, drafts, do_sample):
+    drafter = tiny_drafter(target, draft_token_ids=[4, 6, 8, 10] if drafts == "reduced vocabulary" else None)
+    drafter.head_candidates = 1 if drafts == "one candidate" else None
+    inputs = padded_prompts([5, 5])
+    options = {"logits_processor": LogitsProcessorList([Grammar(5)]), "max_new_tokens": 30, "eos_token_id": None}
+    texts = target.generate(**inputs, assistant_model=drafter, do_sample=do_sample, pad_token_id=PAD, **options)
+    assert bool((texts[:, 4:].diff(dim=1) % 2 == 1).all())
+    assert drafter.statistics.drafted > drafter.statistics.scheduled > 0
+    if not do_sample:
+        assert torch.equal(texts, generate(target, inputs, **options))
+
+
+def test_flash_attention_drafts_for_one_row_at_a_time(target, drafter):
+    drafter.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="'flash_attention_2' cannot run rows of different lengths"):
+        generate(target, padded_prompts([3, 5]), drafter)
 
 
 def test_unknown_schedules_are_refused(target, drafter):

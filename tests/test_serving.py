@@ -417,6 +417,38 @@ def test_failing_forward_ends_the_running_and_spares_the_waiting(monkeypatch):
     assert_all_greedy(target, [Request(id, requests[id].input_ids, 20, eos_token_ids=()) for id in (2, 3)], events)
 
 
+@pytest.mark.parametrize("lengths", [(20, 300), (300, 3)])
+def test_short_and_long_rows_join(lengths):
+    """The cache of one ends long before the other's."""
+    target, drafter = make_pair()
+    requests = [Request(number, prompt(length, number), 12, eos_token_ids=()) for number, length in enumerate(lengths)]
+    events = run(ServingLoop(target, drafter), {requests[0]: 0, requests[1]: 2})
+    assert_all_greedy(target, requests, events)
+
+
+def test_settings_change_while_requests_run():
+    """A draft in every round once everything is to be verified, and the verdict of another profile at once."""
+    dear = LoadProfile({1: 100.0, 2: 2.0, 6: 1.0}, draft_seconds=1.0)
+    target, drafter = make_pair()
+    loop = ServingLoop(target, drafter, 1)
+    drafter.load_profile = dear
+    loop.submit(Request("one", prompt(5), 200, eos_token_ids=()))
+
+    def drafts_in(rounds):
+        before = loop.statistics.drafts
+        for _ in range(rounds):
+            loop.step()
+        return loop.statistics.drafts - before
+
+    assert drafts_in(30) < 15
+    drafter.scheduling = "full"
+    assert drafts_in(10) == 10
+    drafter.scheduling = None
+    assert drafts_in(30) < 15
+    drafter.load_profile = LoadProfile({1: 100.0, 2: 99.0, 6: 98.0}, draft_seconds=0.0)
+    assert drafts_in(2) == 2
+
+
 # ---- cancelling, memory, threads, time ----
 
 
@@ -446,7 +478,7 @@ def test_memory_is_flat(monkeypatch):
     for number in range(200):
         loop.submit(Request(number, prompt(3, number), 2 + number % 3, eos_token_ids=()))
         while len(loop._running) + len(loop._waiting) >= 4 or (number % 100 == 99 and not loop.idle):
-            loop.step()
+            assert all(event.error is None for event in loop.step())
             for stored in [] if loop._batch is None else [loop._batch.forward.cache, loop._batch.generator.cache]:
                 rows, _, slots, _ = stored.layers[0].keys.shape
                 assert rows == len(loop._running) and (slots <= 32 or number < 6)

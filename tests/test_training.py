@@ -339,8 +339,8 @@ def test_blocks_by_hand(anchor_first):
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 def test_what_a_block_sees(window):
-    anchors, keep = sample_anchors(LOSS_MASK, 4)
-    visible = block_visibility(anchors, keep, 3, 12, window)
+    anchors, _ = sample_anchors(LOSS_MASK, 4)
+    visible = block_visibility(anchors, 3, 12, window)
     assert visible.shape == (3, 1, 12, 24)
     for row in range(3):
         for query in range(12):
@@ -431,6 +431,7 @@ def test_examples(tmp_path):
         '{"messages": [{"role": "user", "content": "w7"}, {"role": "assistant"}]}',
         json.dumps(conversation([7], [8], answer_ids="w8")),
         json.dumps(conversation([7], [8], answer_ids=[8, 48])),
+        json.dumps(conversation([7], [8], answer_ids=[-100, 8])),
     ],
 )
 def test_bad_lines_are_named(line, tmp_path):
@@ -1115,6 +1116,15 @@ def one_step(folder, target, examples, batch_size, processes):
     return keep.grads, drafter.state_dict(), numbers
 
 
+def stopped_step(folder, target, examples):
+    """A step that is bad in the first of two processes ends the training of both."""
+    callbacks = [Interruption(0, spoil_weight)] if torch.distributed.get_rank() == 0 else []
+    args = arguments(folder, max_steps=1, per_device_train_batch_size=4)
+    trainer = DSparkTrainer(new_drafter(target), target, args, train_dataset=examples, callbacks=callbacks)
+    with pytest.raises(FloatingPointError, match="the loss is nan at step 0"):
+        trainer.train()
+
+
 _PROCESS = """
 import sys
 sys.path[:0] = sys.argv[1:3]
@@ -1124,6 +1134,7 @@ import test_training as tests
 examples = torch.load(sys.argv[3] + "/examples.pt")
 result = tests.one_step(sys.argv[3], tests.tiny_target("qwen3", seed=2), examples, 4, 2)
 torch.save(result, f"{sys.argv[3]}/result_{torch.distributed.get_rank()}.pt")
+tests.stopped_step(sys.argv[3], tests.tiny_target("qwen3", seed=2), examples)
 torch.distributed.destroy_process_group()
 """
 

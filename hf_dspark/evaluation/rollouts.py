@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..errors import require_extra
 from ..modeling_dspark import DSparkDraftModel
 from ..training.data import read_prompts
 from .comparison import Comparison, compare, encode_prompts, summarise
@@ -31,7 +32,7 @@ def read_prompt_sets(paths: Sequence[str | Path], count: int | None = None) -> d
         `dict[str, list]`: messages of each conversation.
 
     Raises:
-        ValueError: a path holds no JSONL file, or a line is not of that form.
+        ValueError: a path holds no JSONL file, two files have one name, or a line is not of that form.
     """
     sets = {}
     for path in map(Path, paths):
@@ -39,6 +40,8 @@ def read_prompt_sets(paths: Sequence[str | Path], count: int | None = None) -> d
         if not files:
             raise ValueError(f'{path}: no .jsonl file in this folder; name one with lines of {{"prompt": ...}}.')
         for file in files:
+            if file.stem in sets:
+                raise ValueError(f"{file}: there is a file {file.name} before it, and results go by that name; rename one.")
             sets[file.stem] = list(read_prompts(file))[:count]
     return sets
 
@@ -100,7 +103,11 @@ def evaluate(
         `dict` per setting and set, and one for all sets of a setting (`prompts` is `"all"`): the values of
         [`~hf_dspark.evaluation.summarise`], `reliability` per position and `thresholds`, see
         [`~hf_dspark.evaluation.reliability`]. The ratio is that of verifying everything; a scheduler does better.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
     """
+    require_extra("evaluate", "sklearn")
     for setting, options in settings.items():
         rows: list[Comparison] = []
         all_blocks: list[Block] = []

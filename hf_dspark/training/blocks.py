@@ -99,11 +99,11 @@ def build_blocks(
     return Blocks(inputs, positions, previous, labels, sources, supervised)
 
 
-def block_visibility(anchors: Tensor, keep: Tensor, block_size: int, context_length: int, window: int | None) -> Tensor:
+def block_visibility(anchors: Tensor, block_size: int, context_length: int, window: int | None) -> Tensor:
     """What each slot of each block attends to.
 
     Args:
-        anchors, keep (`(B, A)`): from `sample_anchors`.
+        anchors (`(B, A)`): from `sample_anchors`.
         block_size (`int`): inputs per block, Q.
         context_length (`int`): context rows, S.
         window (`int`, *optional*): sliding window of the drafter.

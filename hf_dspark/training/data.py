@@ -119,7 +119,7 @@ def _is_answered(record: Any, vocab_size: int) -> bool:
     if not isinstance(record, dict) or not is_conversation(record.get("messages")):
         return False
     answer_ids = record.get("answer_ids", [])
-    if not isinstance(answer_ids, list) or any(type(token) is not int or token >= vocab_size for token in answer_ids):
+    if not isinstance(answer_ids, list) or any(type(token) is not int or not 0 <= token < vocab_size for token in answer_ids):
         return False
     return len(record["messages"]) > 1 and record["messages"][-1]["role"] == "assistant"
 

@@ -135,7 +135,10 @@ class DSparkTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         output = self.block_loss(model, inputs)
-        self._check(float(output.loss.detach()), inputs["input_ids"])
+        loss = output.loss.detach()
+        if self.accelerator.num_processes > 1:  # a process' share may be large or small; all stop together, or none
+            loss = self.accelerator.reduce(loss, reduction="mean")
+        self._check(float(loss), inputs["input_ids"])
         return (output.loss, {}) if return_outputs else output.loss
 
     def _check(self, loss: float, input_ids: Tensor) -> None:
@@ -176,7 +179,7 @@ class DSparkTrainer(Trainer):
         else:
             captured, last_states = captured_states(self.target, input_ids, inputs["attention_mask"], config.target_layer_ids)
         context = drafter.project_context(captured)
-        visible = block_visibility(anchors, keep, config.block_size, length, config.sliding_window)
+        visible = block_visibility(anchors, config.block_size, length, config.sliding_window)
         positions = torch.cat(
             [torch.arange(length, device=input_ids.device).expand(batch, -1), blocks.positions.flatten(1)], dim=1
         )
