@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from .evaluation.comparison import encode_prompts, encode_texts, match_texts
+from .evaluation.comparison import encode_prompts, left_padded, match_texts
 from .modeling_dspark import DSparkDraftModel
 
 
@@ -52,7 +52,7 @@ def answer_prompt(
     if not prompt.strip():
         raise ValueError("the prompt is empty. Give a text to answer.")
     if raw:
-        inputs = encode_texts(tokenizer, [prompt])
+        inputs = left_padded([tokenizer(prompt)["input_ids"]], None)
     elif tokenizer.chat_template is None:
         raise ValueError("the tokenizer has no chat template, so a turn cannot be written. Pass the text as is: `raw` (--raw).")
     else:

@@ -122,12 +122,10 @@ def training_facts(folder: Path) -> str:
     if not states:
         return ""
     state = json.loads(states[-1].read_text(encoding="utf-8"))
-    facts = [
-        f"{state['global_step']:,} steps, {state['epoch']:.1f} passes over the text. The checkpoint with the highest τ on "
-        "conversations kept out of training was saved."
-    ]
+    facts = [f"{state['global_step']:,} steps, {state['epoch']:.1f} passes over the text."]
     measured = [entry for entry in state["log_history"] if "eval_tau" in entry]
     if measured:
+        facts[0] += " The checkpoint with the highest τ on conversations kept out of training was saved."
         shown = [measured[i * (len(measured) - 1) // 5] for i in range(6)] if len(measured) > 6 else measured
         facts += [
             "τ on those conversations, each token drafted behind the text's own:",
@@ -154,6 +152,9 @@ def _serving(config: DSparkConfig, name: str, base_model: str) -> str:
         "model": "for-vllm",
         "num_speculative_tokens": config.num_draft_tokens,
     }
+    if config.backbone_type == "gemma4":
+        form = "DeepSpec's form is the only other one for draft layers of Gemma4:"
+        return f"{form}\n\n{convert('for-deepspec', 'deepspec')}```"
     parts = [
         "Other engines read other forms of the same drafter. vLLM:",
         convert("for-vllm", "dflash" if dflash else "speculators")

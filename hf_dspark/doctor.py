@@ -18,7 +18,7 @@ from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from .candidate_generator import SCHEDULING_MODES
 from .evaluation import encode_prompts
-from .evaluation.comparison import encode_texts
+from .evaluation.comparison import left_padded
 from .evaluation.reliability import verified_to_the_end
 from .load_profile import LoadProfile
 from .modeling_dspark import DSparkDraftModel
@@ -62,6 +62,8 @@ def examine(
     """
     if not prompts:
         raise ValueError("`prompts` must hold a prompt, got none. Leave it out for the built-in ones.")
+    along = drafter.load_profile
+    drafter.bind(target)  # which sets one aside that was measured elsewhere
     kept = drafter.load_profile
     if profile is None:
         profile = LoadProfile.measure(target, drafter)
@@ -82,13 +84,13 @@ def examine(
             "promised": promised,
             "stated": stated_acceptance(drafter),
             "lengths": _lengths(acceptance, profile),
-            "modes": _ratios_by_mode(traces, profile),
+            "modes": _ratios_by_mode(traces, profile, drafter),
         }
         report["findings"] = [
             {"name": name, "text": text}
             for name, text in [
                 *_mismatch(report, target, tokenizer, drafter, prompts, options),
-                *_prices(report, target, drafter, kept, acceptance, profile),
+                *_prices(report, target, drafter, along, acceptance, profile),
             ]
         ]
     finally:
@@ -123,17 +125,18 @@ def _lengths(acceptance: Sequence[float | None], profile: LoadProfile) -> list[d
     return rows
 
 
-def _ratios_by_mode(traces: Sequence[Trace], profile: LoadProfile) -> dict[str, float]:
+def _ratios_by_mode(traces: Sequence[Trace], profile: LoadProfile, drafter: DSparkDraftModel) -> dict[str, float]:
     """Expected speed over plain decoding of one request, by the simulated scheduler."""
     if not traces:
         return {}
+    options: dict[str, Any] = {"threshold": drafter.confidence_threshold, "threshold_on": drafter.threshold_on}
     plain = simulate(traces, profile, 1, "plain", rounds=_ROUNDS).throughput
-    return {mode: simulate(traces, profile, 1, mode, rounds=_ROUNDS).throughput / plain for mode in SCHEDULING_MODES}
+    return {mode: simulate(traces, profile, 1, mode, rounds=_ROUNDS, **options).throughput / plain for mode in SCHEDULING_MODES}
 
 
 def stated_acceptance(drafter: DSparkDraftModel) -> float | None:
     """Acceptance at position 1 in greedy decoding by the drafter's card, if there is one as `hf-dspark card` writes it."""
-    path = Path(drafter.name_or_path or "") / "README.md"
+    path = (drafter.folder or Path(drafter.name_or_path or "")) / "README.md"
     if not path.is_file():
         return None
     rows = re.findall(r"^\| T=0 \|[^|]*\| [\d.]+ \| ([\d.]+) \|", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -178,7 +181,7 @@ def _mismatch(
 def _other_forms(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Any]) -> dict[str, list[BatchEncoding]]:
     """The prompts without a chat template, and with thinking switched either way where the template knows of it."""
     turns = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in prompts]
-    forms = {"without the chat template": [encode_texts(tokenizer, [turn]) for turn in turns]}
+    forms = {"without the chat template": [left_padded([tokenizer(turn)["input_ids"]], None) for turn in turns]}
     if "enable_thinking" in str(tokenizer.chat_template):
         for thinks in (True, False):
             name = f"with `enable_thinking={thinks}`"
@@ -190,7 +193,7 @@ def _prices(
     report: dict[str, Any],
     target: PreTrainedModel,
     drafter: DSparkDraftModel,
-    kept: LoadProfile | None,
+    along: LoadProfile | None,
     acceptance: Sequence[float | None],
     profile: LoadProfile,
 ) -> list[tuple[str, str]]:
@@ -221,12 +224,12 @@ def _prices(
             "The target's linear layers are not packed; `pack_linears(target)` makes plain steps faster and verification much"
         )
         findings.append(("pack", f"{text} faster, for twice the memory of the weights."))
-    if kept is not None and (differences := kept.differences(target)):
+    if along is not None and (differences := along.differences(target)):
         text = "; ".join(f"{name} {there!r} there, {here!r} here" for name, (there, here) in differences.items())
         findings.append(
             ("foreign profile", f"The drafter's load profile is of another machine or target: {text}. Measure one.")
         )
-    if kept is None:
+    if along is None:
         text = "The drafter has no load profile, so every draft is verified to its end:"
         findings.append(("no profile", f"{text} set `drafter.load_profile = LoadProfile.measure(target, drafter)`."))
     loop = sum(report["seconds"][phase] for phase in ("head", "schedule", "rest"))

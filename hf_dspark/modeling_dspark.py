@@ -75,6 +75,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             stage finds likeliest; all if not set. With a large vocabulary and few processors, most of the head's time is
             spent on tokens without a chance; what is drafted may change, what is generated does not.
         statistics ([`Statistics`]): counts and seconds of the latest `generate`, or of a serving loop.
+        folder (`Path`, *optional*): where its files lie, downloaded or not.
         on_round (callable, *optional*): called with a [`Round`] after every forward of the target, prefill included; for
             traces and displays.
     """
@@ -105,6 +106,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self.head_candidates: int | None = None
         self.statistics = Statistics(config.num_draft_tokens)
         self.on_round: Callable[[Round], None] | None = None
+        self.folder: Path | None = None
         self._target: _BoundTarget | None = None
         self._target_copies: TargetCopies | None = None
         self.post_init()
@@ -200,6 +202,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             )
         model, info = loaded
         model.name_or_path = model.config.name_or_path = str(pretrained_model_name_or_path)
+        model.folder = folder
         model._target_copies = find_target_copies(folder, variant)
         if (folder / LOAD_PROFILE_NAME).is_file():
             model.load_profile = model._profile_along = LoadProfile.load(folder / LOAD_PROFILE_NAME)

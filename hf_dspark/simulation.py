@@ -230,6 +230,7 @@ def simulate(
     *,
     draft_tokens: int | None = None,
     threshold: float = 0.5,
+    threshold_on: str = "conditional",
     rounds: int = 300,
     drains: bool = False,
     overhead_seconds: float = 0.0,
@@ -244,7 +245,8 @@ def simulate(
         mode (`str`, defaults to `"presampled"`): `"plain"` (no drafts), `"full"` (drafts of `draft_tokens`), or a scheduling
             mode of the drafter, with its pauses and discounts, see [`~hf_dspark.profitability`].
         draft_tokens (`int`, *optional*): longest draft; as long as recorded when not given.
-        threshold (`float`, defaults to 0.5): for `"threshold"`, on each confidence.
+        threshold (`float`, defaults to 0.5): for `"threshold"`.
+        threshold_on (`str`, defaults to `"conditional"`): whether it applies to each confidence or to their product.
         rounds (`int`, defaults to 300): how many to simulate; whoever is done makes place for the next, and all start
             somewhere in their answers, as in a server that has run for long.
         drains (`bool`, defaults to `False`): instead, the first traces start together and nobody comes after them, as
@@ -286,7 +288,7 @@ def simulate(
         lengths, promised = [0] * len(rows), 0.0
         drafts = mode != "plain" and max(room) > 0 and (account is None or account.should_draft())
         if drafts:
-            lengths, promised = _lengths(mode, blocks, room, profile, account, older, limit, threshold)
+            lengths, promised = _lengths(mode, blocks, room, profile, account, older, limit, threshold, threshold_on)
         batch_tokens = len(rows) + sum(lengths)
         spent = profile.round_seconds if drafts else profile.step_seconds
         seconds += overhead_seconds + spent(batch_tokens, len(rows))
@@ -323,6 +325,7 @@ def _lengths(
     older: list[torch.Tensor],
     limit: int,
     threshold: float,
+    threshold_on: str,
 ) -> tuple[list[int], float]:
     """Lengths of a round, and the accepted tokens that the confidences promise; as the candidate generator does it."""
     if mode == "full":
@@ -335,7 +338,8 @@ def _lengths(
     if mode == "two_step":
         before = older[0] if len(older) == 2 else None
         older[:] = [*older[-1:], confidence.clone()]
-    lengths = scheduling.schedule(mode, confidence, profile, before, threshold).minimum(torch.tensor(room))
+    lengths = scheduling.schedule(mode, confidence, profile, before, threshold, on=threshold_on)
+    lengths = lengths.minimum(torch.tensor(room))
     admitted = torch.arange(limit) < lengths[:, None]
     return lengths.tolist(), float((scheduling.survival(confidence) * admitted).sum())
 

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from huggingface_hub.utils import validate_repo_id
-from packagings import make_drafter, make_target
+from packagings import GEMMA4, make_drafter, make_target
 from typer.main import get_command
 
 from hf_dspark import LoadProfile, cli
@@ -95,8 +95,18 @@ def test_calibration_and_profile_are_told():
     assert "no place for calibration" in text
 
 
+def test_gemma4_is_offered_what_can_be_written():
+    drafter = make_drafter(**GEMMA4)
+    text = model_card(drafter, "someone/drafter", "someone/target").text
+    assert "--to deepspec" in text and "vllm" not in text and "speculators" not in text
+
+
 def test_training_facts(tmp_path):
     assert training_facts(tmp_path) == ""
+    (tmp_path / "checkpoint-7").mkdir()
+    state = {"global_step": 7, "epoch": 0.5, "log_history": [{"step": 5, "loss": 1.0}]}
+    (tmp_path / "checkpoint-7" / "trainer_state.json").write_text(json.dumps(state))
+    assert training_facts(tmp_path) == "7 steps, 0.5 passes over the text."
     history = [{"step": 10 * n, "epoch": n / 4, "eval_tau": 1 + n / 10, "eval_tau_greedy": 1 + n / 8} for n in range(1, 9)]
     for step in (9, 80):
         (tmp_path / f"checkpoint-{step}").mkdir()

@@ -203,6 +203,11 @@ def test_configuration_given_or_changed(folder):
         assert loaded.from_pretrained(folder, block_size=3).config.num_draft_tokens == 3
         with pytest.raises(CheckpointError, match=r"`block_size` 9 was asked for, but the drafter was trained with 4"):
             loaded.from_pretrained(folder, block_size=9)
+    calibrated = DSparkDraftModel.from_pretrained(folder)
+    calibrated.config.confidence_temperatures, calibrated.config.confidence_offsets = [1.0, 2.0, 3.0, 4.0], [0.1] * 4
+    calibrated.save_pretrained(folder)
+    shorter = DSparkDraftModel.from_pretrained(folder, block_size=2).config
+    assert (shorter.confidence_temperatures, shorter.confidence_offsets) == ([1.0, 2.0], [0.1, 0.1])
     with pytest.raises(CheckpointError, match="must be a DSparkConfig, got a Qwen3Config"):
         DSparkDraftModel.from_pretrained(folder, config=Qwen3Config())
     with pytest.raises(CheckpointError, match=r"`markov_head_type` 'gated', but the weights lack"):

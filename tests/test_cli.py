@@ -11,6 +11,7 @@ from types import NoneType
 from typing import get_args, get_type_hints
 
 import pytest
+import torch
 from command_lines import joined_lines, parse
 from huggingface_hub import HfApi, ModelCard, RepoUrl
 from tiny import MASK, one_thread, tiny_drafter, tiny_target  # noqa: F401  # autouse
@@ -177,6 +178,18 @@ def test_train(folder, answers, tmp_path):
     assert report["output"] == str(again) and report["steps"] == 1 and report["tau"] >= 1
     assert DSparkDraftModel.from_pretrained(again).config.markov_head_type == "rnn"
 
+    # A published drafter is in half precision and calibrated; what goes on from it is neither.
+    published = DSparkDraftModel.from_pretrained(output, dtype=torch.float16)
+    published.config.confidence_temperatures = published.config.greedy_confidence_temperatures = [2.0, 1.0, 0.5]
+    published.save_pretrained(tmp_path / "published")
+    invoke(
+        "train", "--data", answers, "--output", tmp_path / "next", "--target", folder / "target", "--drafter",
+        tmp_path / "published", "--steps", 3, "--batch-size", 2,
+    )  # fmt: skip
+    trained = DSparkDraftModel.from_pretrained(tmp_path / "next")
+    assert trained.dtype == torch.float32 and not trained.config.is_calibrated
+    assert any(not torch.equal(a, b.float()) for a, b in zip(trained.parameters(), published.parameters(), strict=True))
+
 
 def test_regenerate(folder, tmp_path):
     output = tmp_path / "answers.jsonl"
@@ -240,10 +253,10 @@ def test_doctor(folder, tmp_path):
 
 def test_evaluate(folder, tmp_path):
     arguments = ["evaluate", "--prompts", folder / "prompts.jsonl", *pair_options(folder)]
-    arguments += ["--count", 3, "--max-new-tokens", 12, "--output", tmp_path / "results.json"]
+    arguments += ["--count", 3, "--max-new-tokens", 12, "--output", tmp_path / "new" / "results.json"]
     printed = invoke(*arguments, "--pictures", tmp_path / "pictures")
     lines = [line.split() for line in printed.splitlines() if line.startswith("T=")]
-    rows = json.loads((tmp_path / "results.json").read_text())
+    rows = json.loads((tmp_path / "new" / "results.json").read_text())
     assert [line[:3] for line in lines] == [[row["setting"], "prompts", f"{row['tau']:.2f}"] for row in rows]
     assert [row["setting"] for row in rows] == ["T=0", "T=1"]
     assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"acceptance.png", "thresholds.png", "reliability.png"}

@@ -10,7 +10,7 @@ import torch
 from tiny import jagged_profile, one_thread, tiny_drafter, tiny_target  # noqa: F401
 from tiny_tokenizer import text, tiny_tokenizer
 
-from hf_dspark import LoadProfile, pack_linears
+from hf_dspark import DSparkDraftModel, LoadProfile, pack_linears
 from hf_dspark.card import model_card
 from hf_dspark.doctor import describe, examine, stated_acceptance
 
@@ -84,6 +84,23 @@ def test_packing_and_foreign_profile(target):
     assert "pack" not in names and "foreign profile" in names
 
 
+def test_a_profile_that_came_along_from_elsewhere_stays_aside(target, tmp_path):
+    drafter = tiny_drafter(target)
+    drafter.load_profile = LoadProfile(CHEAP.steps_per_second, 0.001, measured_on={"threads": "64"})
+    drafter.save_pretrained(tmp_path)
+    loaded = DSparkDraftModel.from_pretrained(tmp_path)
+    report = examine(target, tiny_tokenizer(), loaded, PROMPTS, max_new_tokens=12, profile=CHEAP)
+    assert "foreign profile" in {finding["name"] for finding in report["findings"]}
+    assert loaded.load_profile is None
+
+
+def test_the_drafters_own_threshold_is_simulated(target):
+    drafter, ratios = tiny_drafter(target, own_share=0.5), []
+    for drafter.confidence_threshold, drafter.threshold_on in ((0.0, "conditional"), (1.0, "conditional"), (0.6, "cumulative")):
+        ratios.append(report_on(target, drafter)[0]["modes"]["threshold"])
+    assert len(set(ratios)) == 3
+
+
 def test_another_target_is_suspected(target):
     drafter = tiny_drafter(tiny_target(seed=7), own_share=0.0)
     report, names = report_on(target, drafter)
@@ -95,7 +112,9 @@ def test_what_the_card_states_is_the_measure(tmp_path):
     target = tiny_target("qwen3", seed=4)
     drafter = tiny_drafter(target, own_share=0.0)
     assert stated_acceptance(drafter) is None
-    drafter.name_or_path = str(tmp_path)
+    drafter.save_pretrained(tmp_path)
+    drafter = DSparkDraftModel.from_pretrained(tmp_path)
+    drafter.name_or_path = "someone/drafter"  # as from the Hub, whose files lie elsewhere
     for stated, suspicious in ((1.0, True), (0.5, False)):
         entry = {"position": 1, "conditional": stated}
         results = [

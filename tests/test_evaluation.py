@@ -5,7 +5,7 @@ import torch
 from tiny import EOS, PAD, tiny_drafter, tiny_target
 from tiny_tokenizer import text, tiny_tokenizer
 
-from hf_dspark.evaluation import Comparison, compare, first_difference, match_texts, summarise
+from hf_dspark.evaluation import Comparison, compare, encode_prompts, first_difference, match_texts, summarise
 
 PROMPTS = [text(tokens) for tokens in ([7, 9], [11, 8, 30, 21], [12], [20, 31, 44, 17, 19, 6], [25, 26, 27])]
 
@@ -14,6 +14,14 @@ PROMPTS = [text(tokens) for tokens in ([7, 9], [11, 8, 30, 21], [12], [20, 31, 4
 def pair():
     target = tiny_target()
     return target, tiny_drafter(target)
+
+
+def test_prompts_without_a_pad_token():
+    tokenizer, alone = tiny_tokenizer(), tiny_tokenizer()
+    tokenizer.pad_token = None
+    inputs, expected = encode_prompts(tokenizer, PROMPTS), [encode_prompts(alone, [prompt]) for prompt in PROMPTS]
+    for ids, mask, row in zip(inputs["input_ids"], inputs["attention_mask"], expected, strict=True):
+        assert torch.equal(ids[mask.bool()], row["input_ids"][0]) and bool(mask[-int(mask.sum()) :].all())
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])

@@ -174,6 +174,7 @@ OWN_FIELDS = {
             "`rope_parameters` .* must give 8 finite values, as `head_dim` says, got 4",
         ),
         ("attn_implementation", "someone/kernel", "`attn_implementation`, which a checkpoint may not choose"),
+        ("_attn_implementation", "someone/kernel", "`_attn_implementation`, which a checkpoint may not choose"),
         ("quantization_config", {"quant_method": "gptq"}, "`quantization_config`, which a checkpoint may not choose"),
     ],
     "deepspec": [

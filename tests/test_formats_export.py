@@ -54,6 +54,11 @@ def test_written_read_and_written_again(tmp_path, target, packaging, changes):
     for name in ("sample_from_anchor", "target_layer_ids", "draft_vocab_size", "sliding_window", "num_draft_tokens"):
         assert getattr(loaded.config, name) == getattr(drafter.config, name)
     assert_same(draft(loaded, target), draft(drafter, target))
+    if packaging == "speculators" and loaded.config.draft_vocab_size is None and loaded.config.sample_from_anchor:
+        assert loaded.config.num_target_layers is None  # which DeepSpec's form must say
+        export_checkpoint(loaded, tmp_path / "deepspec", "deepspec", target)
+        onward = DSparkDraftModel.from_pretrained(tmp_path / "deepspec")
+        assert onward.config.num_target_layers == target.config.num_hidden_layers
     export_checkpoint(loaded, tmp_path / "again", packaging, target)
     for name in FILES:
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()

@@ -28,6 +28,7 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 from hf_dspark import DSparkConfig, DSparkDraftModel
 from hf_dspark.errors import CheckpointError
 from hf_dspark.formats import read_checkpoint
+from hf_dspark.formats.export import export_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +170,12 @@ def test_muse_glimmer_assistant_runs_as_in_transformers(tmp_path):
     assert torch.equal(target.generate(prompt, assistant_model=known, max_new_tokens=8, do_sample=False), plain)
     assert known.statistics.drafted > 0
     assert "`vocab_size` is not written" in read_checkpoint(tmp_path)[2][0]
+    with pytest.raises(CheckpointError, match="do not say its target's `vocab_size`: pass the target"):
+        export_checkpoint(ours, tmp_path / "without", "dflash")
+    for packaging in ("dflash", "speculators"):
+        export_checkpoint(ours, tmp_path / packaging, packaging, target)
+        assert DSparkDraftModel.from_pretrained(tmp_path / packaging).config.vocab_size == target.config.vocab_size
+    ours = DSparkDraftModel.from_pretrained(tmp_path)
     ours.save_pretrained(tmp_path / "own")
     DSparkDraftModel.from_pretrained(tmp_path / "own").save_pretrained(tmp_path / "again")  # unknown sizes and all
     for name in ("config.json", "model.safetensors"):

@@ -160,6 +160,7 @@ def test_a_killed_run_is_continued(prompts, tmp_path):
     assert regenerate(prompts, output) == 11
     assert output.read_bytes().startswith(b"".join(lines[:5]))
     assert keys(read(output)) == everything
+    output.write_bytes(output.read_bytes().removesuffix(b"\n"))  # the last answer is whole all the same
     assert regenerate(prompts, output) == 0
 
     assert regenerate(prompts, output, samples=3) == 8  # two prompts are the same and count as one with six answers
@@ -217,10 +218,11 @@ def test_a_prompt_without_room_is_refused(tmp_path):
 
 def test_another_file_is_not_continued(prompts, tmp_path):
     output = tmp_path / "answers.jsonl"
-    output.write_text('{"prompt": "w7"}\n')
-    with pytest.raises(ValueError, match=r"answers\.jsonl, line 1: expected an earlier answer"):
-        regenerate(prompts, output)
-    assert output.read_text() == '{"prompt": "w7"}\n'
+    for number, content in enumerate(('{"prompt": "w7"}\n', '{"prompt": "w7"}', "{}\nprose", "prose", '{}\n{"messages": [')):
+        output.write_text(content)
+        with pytest.raises(ValueError, match=r"answers\.jsonl, line 1: expected an earlier answer"):
+            regenerate(prompts, output)
+        assert output.read_text() == content, number
 
 
 def test_a_target_that_cannot_be_masked_is_refused():

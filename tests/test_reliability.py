@@ -208,7 +208,10 @@ def test_prompt_sets(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"no \.jsonl file in this folder"):
         read_prompt_sets([tmp_path / "empty"])
+    (tmp_path / "nothing.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"nothing\.jsonl is empty"):
+        read_prompt_sets([tmp_path])
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "a.jsonl").write_text('{"prompt": "four"}\n')
     with pytest.raises(ValueError, match=r"a\.jsonl: there is a file a\.jsonl before it"):
-        read_prompt_sets([tmp_path, tmp_path / "other"])
+        read_prompt_sets([tmp_path / "a.jsonl", tmp_path / "other"])

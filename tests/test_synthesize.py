@@ -28,7 +28,7 @@ def test_repetition(ids, expected):
 def test_prompts_are_written_and_continued(tmp_path):
     target, tokenizer, path = tiny_target(seed=3), tiny_tokenizer(), tmp_path / "prompts.jsonl"
     known = text([7, 9])
-    path.write_text(json.dumps({"prompt": known}) + "\n")
+    path.write_text(json.dumps({"prompt": known}))  # as some editors leave it, without an end
     options = {"max_new_tokens": 40, "batch_size": 16, "temperature": 1.5}
     counts = synthesize_file(target, tokenizer, path, 11, **options)
     prompts = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]

@@ -140,7 +140,7 @@ def encode_prompts(
     Returns:
         `BatchEncoding`: `input_ids` and `attention_mask`, `torch.LongTensor`s of shape `(R, P)`.
     """
-    texts: list[Any] = [
+    texts: Any = (
         tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
             add_generation_prompt=True,
@@ -148,15 +148,20 @@ def encode_prompts(
             **chat_template_kwargs,
         )
         for prompt in prompts
-    ]
-    return encode_texts(tokenizer, texts, padding=True, padding_side="left", add_special_tokens=False)
+    )
+    return left_padded([tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts], tokenizer.pad_token_id)
 
 
-def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str], **tokenizer_kwargs: Any) -> BatchEncoding:
-    """Token ids and mask of texts as they stand, without a chat template."""
-    inputs = tokenizer(texts, return_tensors="pt", **tokenizer_kwargs)
-    inputs.pop("token_type_ids", None)  # some tokenizers make them, and no decoder wants them
-    return inputs
+def left_padded(rows: list[list[int]], pad_token_id: int | None) -> BatchEncoding:
+    """Token ids and mask of rows of any lengths. Many tokenizers of decoders have no pad token; any will do behind a mask."""
+    width = max(map(len, rows))
+    pad = 0 if pad_token_id is None else pad_token_id
+    return BatchEncoding(
+        {
+            "input_ids": torch.tensor([[pad] * (width - len(row)) + row for row in rows]),
+            "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
+        }
+    )
 
 
 def _without_padding(ids: Tensor, prompt_length: int, ends: int | list[int] | None) -> list[Tensor]:

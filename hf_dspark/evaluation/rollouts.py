@@ -32,7 +32,7 @@ def read_prompt_sets(paths: Sequence[str | Path], count: int | None = None) -> d
         `dict[str, list]`: messages of each conversation.
 
     Raises:
-        ValueError: a path holds no JSONL file, two files have one name, or a line is not of that form.
+        ValueError: a path holds no JSONL file, two files have one name, one is empty, or a line is not of that form.
     """
     sets = {}
     for path in map(Path, paths):
@@ -43,6 +43,8 @@ def read_prompt_sets(paths: Sequence[str | Path], count: int | None = None) -> d
             if file.stem in sets:
                 raise ValueError(f"{file}: there is a file {file.name} before it, and results go by that name; rename one.")
             sets[file.stem] = list(read_prompts(file))[:count]
+            if not sets[file.stem]:
+                raise ValueError(f'{file} is empty; write lines of {{"prompt": ...}} into it, or leave it out.')
     return sets
 
 

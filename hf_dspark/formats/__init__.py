@@ -28,6 +28,7 @@ from .target_copies import COMPARED, TargetCopies
 
 # In this order: speculators and Model-Optimizer use architectures of others.
 PACKAGINGS: tuple[ModuleType, ...] = (own, deepspec, speculators, modelopt, specforge, dflash, muse_glimmer)
+_CALIBRATION = ("confidence_temperatures", "confidence_offsets", "greedy_confidence_temperatures", "greedy_confidence_offsets")
 
 
 def packaging_of(folder: Path) -> tuple[ModuleType, dict[str, Any]]:
@@ -84,7 +85,7 @@ def read_checkpoint(
         if config is not None:
             config = copy.deepcopy(config)
         else:
-            config = _build_config(converted.fields | overrides) if overrides else trained
+            config = _build_config(_overridden(converted.fields, overrides, trained)) if overrides else trained
         if config.block_size > trained.block_size:
             raise CheckpointError(
                 f"`block_size` {config.block_size} was asked for, but the drafter was trained with "
@@ -105,6 +106,17 @@ def read_checkpoint(
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error.__cause__
     return config, tensors, converted.notes
+
+
+def _overridden(fields: dict[str, Any], overrides: dict[str, Any], trained: DSparkConfig) -> dict[str, Any]:
+    """Fields with some replaced; of a calibration a shorter block keeps the values of the positions that are left."""
+    fields = fields | overrides
+    if isinstance(size := fields["block_size"], int) and size < trained.block_size:
+        left = trained.num_draft_tokens - (trained.block_size - size)
+        for name in _CALIBRATION if left > 0 else ():
+            if name not in overrides and isinstance(values := fields.get(name), list):
+                fields[name] = values[:left]
+    return fields
 
 
 def find_target_copies(folder: Path, variant: str | None = None) -> TargetCopies | None:

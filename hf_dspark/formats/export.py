@@ -8,6 +8,7 @@ a place for it, it changes no draft, and SGLang takes it from a file of its own.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -23,11 +24,27 @@ from . import deepspec, dflash, speculators
 from .files import CONFIG_NAME, replaced_files
 
 if TYPE_CHECKING:
+    from ..configuration_dspark import DSparkConfig
     from ..modeling_dspark import DSparkDraftModel
 
 logger = logging.get_logger(__name__)
 
 WRITTEN: dict[str, ModuleType] = {"deepspec": deepspec, "speculators": speculators, "dflash": dflash}
+
+
+def _completed(config: DSparkConfig, target: PreTrainedModel | None) -> DSparkConfig:
+    """A configuration with what its own packaging did not say of the target, and others must."""
+    config = copy.deepcopy(config)
+    if target is not None:
+        of_target = target.config.get_text_config(decoder=True)
+        config.vocab_size = config.vocab_size or of_target.vocab_size
+        config.num_target_layers = config.num_target_layers or of_target.num_hidden_layers
+    if config.vocab_size is None:
+        raise CheckpointError(
+            "this drafter's files do not say its target's `vocab_size`: pass the target (`target=`, --target) that it was "
+            "trained for."
+        )
+    return config
 
 
 def export_checkpoint(
@@ -56,7 +73,7 @@ def export_checkpoint(
         raise CheckpointError(f"{folder} holds something already, and mixed checkpoints are misread. Pass a new folder.")
     if target is not None:
         drafter.bind(target)
-    described, copies = WRITTEN[packaging].describe(drafter.config, target)
+    described, copies = WRITTEN[packaging].describe(_completed(drafter.config, target), target)
     if drafter.config.is_calibrated:
         logger.warning(
             f"The {packaging} packaging has no place for calibration: the confidences in {folder} are the raw ones. "

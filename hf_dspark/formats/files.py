@@ -232,7 +232,8 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file completely, or not at all; an existing one is replaced."""
+    """Writes a text file completely, or not at all; an existing one is replaced, and folders on the way are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8")

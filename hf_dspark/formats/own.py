@@ -40,7 +40,9 @@ _LATER = {
 _BOOKKEEPING = _HOST_FIELDS | {"model_type", "torch_dtype", "use_cache", "_name_or_path", "auto_map"}
 _CHOOSES_CODE = (
     "attn_implementation",
+    "_attn_implementation",
     "experts_implementation",
+    "_experts_implementation",
     "quantization_config",
     "fusion_config",
     "kernel_config",

@@ -8,6 +8,7 @@ an answer does not always give back the tokens it was made of.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -179,6 +180,17 @@ def render_prompt(
         messages, add_generation_prompt=True, return_dict=True, **(chat_template_kwargs or {})
     )
     return list(encoded["input_ids"])
+
+
+def end_last_line(path: str | Path) -> None:
+    """Gives the last line of a JSONL file its end if it has none, so that others can follow it."""
+    if not Path(path).exists():
+        return
+    with open(path, "rb+") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
 
 
 def token_list(ids: int | list[int] | None) -> list[int]:

@@ -9,6 +9,7 @@ full batch.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache import SlotCache
 from ..target import ragged_mask
-from .data import is_conversation, read_prompts, read_records, render_prompt, token_list
+from .data import end_last_line, is_conversation, read_prompts, read_records, render_prompt, token_list
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ def regenerate_file(
         seed=seed + len(done),  # further samples of a prompt must not repeat the earlier ones
     )
     tokens, started = 0, time.perf_counter()
+    end_last_line(output_path)
     with open(output_path, "ab", buffering=0) as file, tqdm(total=len(requests), unit="answer") as progress:
         for request, answer_ids, finished in answers:
             messages, sample = request.key
@@ -129,17 +131,24 @@ def regenerate_file(
 
 
 def _read_done(path: Path) -> set[tuple[str, int]]:
-    """Prompt and sample number of each answer in an output file, whose torn last line is cut off."""
+    """Prompt and sample number of each answer in an output file; a torn last one is cut off, in a file of nothing else."""
     if not path.exists():
         return set()
-    with open(path, "rb+") as file:
-        whole = file.read()
-        file.truncate(whole.rfind(b"\n") + 1)
 
     def accepts(record: Any) -> bool:
         return isinstance(record, dict) and is_conversation(record.get("messages"))
 
-    records = read_records(path, accepts, 'an earlier answer, {"messages": [...], "sample": ...}')
+    records = []
+    try:
+        for record in read_records(path, accepts, 'an earlier answer, {"messages": [...], "sample": ...}'):
+            records.append(record)
+    except ValueError:
+        whole, begins = path.read_bytes(), b'{"messages": '
+        *lines, last = whole.split(b"\n")
+        torn = last.startswith(begins) or begins.startswith(last)
+        if not last or not torn or len(records) < sum(bool(line.strip()) for line in lines):
+            raise
+        os.truncate(path, len(whole) - len(last))
     return {(json.dumps(record["messages"][:-1]), record.get("sample", 0)) for record in records}
 
 

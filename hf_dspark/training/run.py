@@ -12,12 +12,16 @@ from torch.utils.data import Subset
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy
+from transformers.utils import logging
 
+from ..evaluation.calibration import set_calibration
 from ..modeling_dspark import DSparkDraftModel
 from .data import most_used_tokens, read_examples, token_list
 from .initialization import config_for_target, start_drafter
 from .state_cache import cache_target_states
 from .trainer import DSparkTrainer, DSparkTrainingArguments
+
+logger = logging.get_logger(__name__)
 
 
 def train_drafter(
@@ -85,6 +89,11 @@ def train_drafter(
         # Shape, mask token and draft vocabulary of the run so far, even if the data has changed since.
         drafter = DSparkDraftModel.from_pretrained(checkpoint)
     new = drafter is None
+    if drafter is not None:
+        drafter.float()  # as files are, small steps would be rounded away; `bf16` and `fp16` of the arguments save time
+        if drafter.config.is_calibrated:
+            logger.warning("The calibration of this drafter will not hold after training and is dropped: calibrate it again.")
+            set_calibration(drafter)
     if drafter is None:
         mask_token_id = _mask_token(mask_token_id, tokenizer, examples, target.config.get_text_config(decoder=True))
         drafter = DSparkDraftModel(config_for_target(target, mask_token_id, **config_overrides))

@@ -15,7 +15,7 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .data import read_prompts, token_list
+from .data import end_last_line, read_prompts, token_list
 from .regenerate import Request, answer_requests
 
 _MARK = "Xq7vJ2kZ"  # stands for the user's text in a rendered template; nothing a template would write itself
@@ -81,6 +81,7 @@ def synthesize_file(
         top_k=top_k,
         seed=seed + start,
     )
+    end_last_line(output_path)
     with open(output_path, "ab", buffering=0) as file, tqdm(total=missing, unit="prompt") as progress:
         for text, verdict in _judged(turns, tokenizer, known):
             counts[verdict] += 1
