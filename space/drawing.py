@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 WIDTH, HEIGHT = 420, 230
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 14, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 12, 14, 40
 
 
 def curve(
