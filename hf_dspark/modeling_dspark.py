@@ -73,7 +73,8 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         threshold_on (`str`, defaults to `"conditional"`): whether the threshold applies to each c_k or to their product.
         head_candidates (`int`, *optional*): how many tokens of a position the sequential head chooses among, those the parallel
             stage finds likeliest; all if not set. With a large vocabulary and few processors, most of the head's time is
-            spent on tokens without a chance; what is drafted may change, what is generated does not.
+            spent on tokens without a chance. What is drafted may change, what is generated does not; a drafter whose head does
+            much of the guessing loses acceptance.
         statistics ([`Statistics`]): counts and seconds of the latest `generate`, or of a serving loop.
         folder (`Path`, *optional*): where its files lie, downloaded or not.
         on_round (callable, *optional*): called with a [`Round`] after every forward of the target, prefill included; for
