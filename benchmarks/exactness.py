@@ -33,12 +33,13 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--modes", nargs="+", default=["default", *SCHEDULING_MODES])
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--head-candidates", type=int, help="tokens that the sequential head chooses among; all when not given")
     arguments = parser.parse_args()
 
     logging.set_verbosity_error()
     prompts = chosen_prompts(arguments)
     target, tokenizer, drafter = load_default()
-    drafter.load_profile = PROFILE
+    drafter.load_profile, drafter.head_candidates = PROFILE, arguments.head_candidates
     counts: dict[str, Counter[str]] = {}
     lengths: dict[str, list[float]] = {}
     for batch_size in arguments.batch_sizes:

@@ -346,7 +346,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         Returns:
             tokens `(R, L)`; when sampling, the processed logits `(R, L, ·)` and the token ids they stand for; W1 of each
             position's predecessor `(R, L, r)`; and how many of the tokens are drafts `(R,)`, on the host: where the
-            processors ban all that there is to choose from, or the drafter brings NaN, a row's draft ends.
+            processors ban all that there is to choose from, or there is NaN where a law is needed, a row's draft ends.
         """
         head, to_target = self.drafter.markov_head, self.drafter.draft_token_ids
         widen = to_target is not None and bool(self.processors) and not self.processors.scores_only
@@ -377,7 +377,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
                         for ids, new, goes_on in zip(sequences, drafted, usable.tolist(), strict=True)
                     ]
                 logits = self.processors(logits.float().to(sequences[0].device), prefixes, rows).to(hidden.device)
-            usable = usable & logits.amax(-1).isfinite()
+            if self.processors or self.do_sample:
+                usable = usable & logits.amax(-1).isfinite()
             counts += usable
             if self.do_sample:
                 laws.append(torch.where(usable[:, None], logits.float(), 0.0))

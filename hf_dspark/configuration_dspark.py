@@ -16,6 +16,12 @@ from transformers.modeling_rope_utils import RopeParameters
 
 BACKBONE_TYPES = ("qwen3", "gemma4")
 HEAD_TYPES = ("vanilla", "gated", "rnn")
+CALIBRATION_FIELDS = (
+    "confidence_temperatures",
+    "confidence_offsets",
+    "greedy_confidence_temperatures",
+    "greedy_confidence_offsets",
+)
 
 
 @strict

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..configuration_dspark import DSparkConfig
+from ..configuration_dspark import CALIBRATION_FIELDS, DSparkConfig
 from ..errors import CheckpointError
 from . import checks, deepspec, dflash, modelopt, muse_glimmer, own, specforge, speculators, unsupported
 from .files import CONFIG_NAME, TensorHeader, read_headers, read_json, read_tensors
@@ -28,7 +28,6 @@ from .target_copies import COMPARED, TargetCopies
 
 # In this order: speculators and Model-Optimizer use architectures of others.
 PACKAGINGS: tuple[ModuleType, ...] = (own, deepspec, speculators, modelopt, specforge, dflash, muse_glimmer)
-_CALIBRATION = ("confidence_temperatures", "confidence_offsets", "greedy_confidence_temperatures", "greedy_confidence_offsets")
 
 
 def packaging_of(folder: Path) -> tuple[ModuleType, dict[str, Any]]:
@@ -113,7 +112,7 @@ def _overridden(fields: dict[str, Any], overrides: dict[str, Any], trained: DSpa
     fields = fields | overrides
     if isinstance(size := fields["block_size"], int) and size < trained.block_size:
         left = trained.num_draft_tokens - (trained.block_size - size)
-        for name in _CALIBRATION if left > 0 else ():
+        for name in CALIBRATION_FIELDS if left > 0 else ():
             if name not in overrides and isinstance(values := fields.get(name), list):
                 fields[name] = values[:left]
     return fields

@@ -14,7 +14,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy
 from transformers.utils import logging
 
-from ..evaluation.calibration import set_calibration
+from ..configuration_dspark import CALIBRATION_FIELDS
 from ..modeling_dspark import DSparkDraftModel
 from .data import most_used_tokens, read_examples, token_list
 from .initialization import config_for_target, start_drafter
@@ -93,7 +93,8 @@ def train_drafter(
         drafter.float()  # as files are, small steps would be rounded away; `bf16` and `fp16` of the arguments save time
         if drafter.config.is_calibrated:
             logger.warning("The calibration of this drafter will not hold after training and is dropped: calibrate it again.")
-            set_calibration(drafter)
+            for name in CALIBRATION_FIELDS:
+                setattr(drafter.config, name, None)
     if drafter is None:
         mask_token_id = _mask_token(mask_token_id, tokenizer, examples, target.config.get_text_config(decoder=True))
         drafter = DSparkDraftModel(config_for_target(target, mask_token_id, **config_overrides))
