@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from numbers import Integral, Real
 from pathlib import Path
 from statistics import median
@@ -254,7 +255,8 @@ class LoadProfile:
 
         Args:
             target (`PreTrainedModel`): the model that verifies, on the device and in the dtype it will serve in.
-            drafter (`DSparkDraftModel`, *optional*): gives `draft_seconds`, from a short greedy generation.
+            drafter (`DSparkDraftModel`, *optional*): gives `draft_seconds`, from a short greedy generation: the median draft
+                behind the first, which alone has a whole prompt to take in.
             context_length (`int`, defaults to 256): cached tokens before the timed ones; fewer where the target's
                 `max_position_embeddings` leaves less room.
             batch_tokens (`Sequence[int]`, defaults to 1 to 8, 12, 16, 24, 32, 48, 64): sizes B to time.
@@ -302,9 +304,13 @@ class LoadProfile:
 
         prompt = tokens[:, :context]
         draft_model: Any = drafter
-        mode, draft_model.scheduling = drafter.scheduling, "full"  # a draft in every round, whatever the profile so far
+        mode, listener = drafter.scheduling, drafter.on_round
+        spent: list[float] = []  # on drafting so far, after every round
+        draft_model.scheduling = "full"  # a draft in every round, whatever the profile so far
+        draft_model.on_round = lambda _: spent.append(draft_model.statistics.spent("draft", "head"))
         try:
-            for _ in range(2):  # the first warms up; the statistics are those of the latest
+            for _ in range(2):  # the first warms up
+                spent.clear()
                 target.generate(
                     prompt,
                     attention_mask=torch.ones_like(prompt),
@@ -314,9 +320,10 @@ class LoadProfile:
                     do_sample=False,
                 )
         finally:
-            draft_model.scheduling = mode
-        counts = draft_model.statistics
-        return cls(steps, (counts.seconds["draft"] + counts.seconds["head"]) / counts.drafts, measured_on=measured_on)
+            draft_model.scheduling, draft_model.on_round = mode, listener
+        # The prefill's report comes first, then the draft that takes in the whole prompt, once; the last ones have no room.
+        drafts = [after - before for before, after in pairwise(spent[: draft_model.statistics.drafts + 1])]
+        return cls(steps, median(drafts[1:] or drafts), measured_on=measured_on)
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the profile as JSON: completely, or not at all.

@@ -69,7 +69,7 @@ class Profitability:
         # What plain decoding would have brought in the same time.
         self._plain_tokens = _MEMORY * self._plain_tokens + rows * seconds / plain
         self._rounds += 1
-        if self._rounds < _FIRST_VERDICT:
+        if verified and self._rounds < _FIRST_VERDICT:  # a draft not worth verifying needs no second one to say so
             return
         if self._tokens < self._plain_tokens:
             self._pause = self._next_pause

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from tiny import tiny_drafter, tiny_target
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_dspark.load_profile import LoadProfile
@@ -357,6 +359,23 @@ def test_measure_counts_the_median_and_discards_the_first_pass(target, monkeypat
     monkeypatch.setattr("hf_dspark.load_profile._clock", lambda device: next(reading))
     profile = LoadProfile.measure(target, context_length=4, batch_tokens=(1, 2), repeats=3)
     assert profile.steps_per_second == {1: 1 / 2.0, 2: 1 / 5.0}
+
+
+def test_the_draft_that_takes_in_the_prompt_does_not_count(monkeypatch):
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target)
+    project, taken_in = drafter.project_context, []
+
+    def slow_on_prompts(states):
+        taken_in.append(states.shape[1])
+        time.sleep(1.0 if states.shape[1] >= 20 else 0.0)
+        return project(states)
+
+    monkeypatch.setattr(drafter, "project_context", slow_on_prompts)
+    profile = LoadProfile.measure(target, drafter, context_length=20, batch_tokens=(1, 2), repeats=1)
+    assert max(taken_in) == 20
+    assert 0 < profile.draft_seconds < 0.5
+    assert drafter.on_round is None and drafter.scheduling is None
 
 
 def test_measure_shortens_the_context_to_what_the_target_can_hold(target):

@@ -26,6 +26,13 @@ def test_losing_rounds_are_paused_for_longer_and_longer():
     assert at == [0, 1, 10, 27, 60, 125, 190]  # pauses of 8, 16, 32, 64, 64
 
 
+def test_a_draft_not_worth_verifying_pauses_at_once():
+    account = Profitability(DEAR)
+    assert account.should_draft()
+    account.record(rows=1, verified=0, accepted=0, committed=1, promised=0.0)
+    assert [account.should_draft() for _ in range(9)] == [False] * 8 + [True]
+
+
 def test_winning_rounds_are_never_paused():
     assert all(play(Profitability(DEAR), 50, accepted=4))
 
