@@ -1,7 +1,7 @@
 """Measuring drafters: speed beside plain decoding, whether the text is the same, and what the confidences are worth."""
 
 from .calibration import Calibration, fit_calibration, set_calibration
-from .comparison import Comparison, compare, encode_prompts, first_difference, match_texts, summarise
+from .comparison import Comparison, compare, encode_prompts, first_difference, match_texts, summarise, without_padding
 from .pictures import draw_evaluation, draw_simulation
 from .reliability import Block, expected_calibration_error, recorded_blocks, reliability, threshold_sweep
 from .rollouts import SETTINGS, evaluate, read_prompt_sets, roll_out
@@ -27,4 +27,5 @@ __all__ = [
     "set_calibration",
     "summarise",
     "threshold_sweep",
+    "without_padding",
 ]

@@ -102,7 +102,7 @@ def compare(
             started = time.perf_counter()
             ids = target.generate(**inputs, **generate_kwargs, **assistant).cpu()  # .cpu() waits for the device
             seconds[method] = time.perf_counter() - started
-            outputs[method] = _without_padding(ids, inputs["input_ids"].shape[1], ends)
+            outputs[method] = without_padding(ids, inputs["input_ids"].shape[1], ends)
         counts = drafter.statistics
         matches = {"sampled"}
         if not sample:
@@ -164,8 +164,17 @@ def left_padded(rows: list[list[int]], pad_token_id: int | None) -> BatchEncodin
     )
 
 
-def _without_padding(ids: Tensor, prompt_length: int, ends: int | list[int] | None) -> list[Tensor]:
-    """The rows of an output, each up to and including the first token that ended it."""
+def without_padding(ids: Tensor, prompt_length: int, ends: int | list[int] | None) -> list[Tensor]:
+    """The rows of an output of `generate`, each up to and including the first token that ended it.
+
+    Args:
+        ids (`torch.LongTensor` of shape `(R, S)`): prompts and what followed, on the host.
+        prompt_length (`int`): columns of the prompts.
+        ends (`int` or `list[int]`, *optional*): tokens that end a text.
+
+    Returns:
+        list of R `torch.LongTensor`s, 1-D.
+    """
     ended = torch.isin(ids[:, prompt_length:], torch.tensor([] if ends is None else ends, dtype=torch.long))
     lengths = (ended.long().cumsum(1) - ended.long() == 0).sum(1) + prompt_length
     return [row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)]
