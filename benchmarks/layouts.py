@@ -22,7 +22,6 @@ from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
-from hf_dspark import target as target_module
 from hf_dspark.demo import load_target
 from hf_dspark.target import TargetForward
 
@@ -40,7 +39,6 @@ def main() -> None:
 
     logging.set_verbosity_error()
     torch.set_num_threads(1)
-    target_module.packing_pays = lambda counts: True  # both layouts, whatever is chosen in use
     target, _ = load_target()
     results: dict = {
         **about(),

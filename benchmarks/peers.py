@@ -135,7 +135,7 @@ class Peers:
             pack_linears(target)
             if self.dflash is not None:
                 pack_linears(self.dflash, self.dflash.config.block_size)
-        drafter.load_profile = LoadProfile.measure(target, drafter)
+        drafter.load_profile = LoadProfile.measure(target, drafter).live()  # measured with one row, corrected with more
         self._static_caches: dict[int, StaticCache] = {}
         self._forwards = 0
         target.register_forward_pre_hook(self._count)

@@ -1,4 +1,4 @@
-"""Writes the README's speed table from the benchmark's JSON.
+"""Writes the README's tables from the benchmarks' JSON.
 
 python benchmarks/table.py            # rewrites README.md between its markers
 """
@@ -6,7 +6,9 @@ python benchmarks/table.py            # rewrites README.md between its markers
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
+from statistics import mean
 
 from hf_dspark.formats.files import write_text
 
@@ -29,6 +31,31 @@ def render(results: dict) -> str:
     return "\n".join(lines)
 
 
+def render_peers(reports: list[dict]) -> str:
+    """One table of several reports of `peers.py`: a line per decoding, number of rows and method."""
+    lines = [
+        "| decoding | rows | method | mean | speed over plain, by prompts | tokens per forward | texts |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    groups: dict[tuple, list[dict]] = {}
+    for report in reports:
+        for row in report["rows"]:
+            groups.setdefault((row["setting"], row["rows"], row["method"]), []).append(row)
+    for (setting, rows, method), found in groups.items():
+        if method == "plain":
+            continue
+        by_set = ", ".join(f"{row['prompts']} {row['ratio_total']:.2f}" for row in found)
+        texts = sum((Counter(row["match"]) for row in found), Counter())
+        lines.append(
+            f"| {setting} | {rows} | {method} | {mean(row['ratio_total'] for row in found):.2f}× | {by_set} | "
+            f"{mean(row['tokens_per_forward'] for row in found):.2f} | "
+            f"{', '.join(f'{count} {name}' for name, count in texts.items())} |"
+        )
+    for report in reports:
+        lines += ["", f"Measured {report['date']} by `{report['command']}` on {report['machine']}."]
+    return "\n".join(lines)
+
+
 def replace_section(path: Path, title: str, body: str) -> None:
     """Puts `body` between `<!-- title -->` and the comment that begins with `end of` in a Markdown file."""
     start, end = f"<!-- {title} -->", f"<!-- end of {title.split(':')[0]} -->"
@@ -38,8 +65,13 @@ def replace_section(path: Path, title: str, body: str) -> None:
 
 
 def main() -> None:
-    results = json.loads((ROOT / "benchmarks/results/speed.json").read_text(encoding="utf-8"))
-    replace_section(ROOT / "README.md", "speed table: python benchmarks/table.py", render(results))
+    found = {
+        name: json.loads((ROOT / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))
+        for name in ("speed", "peers", "peers_batch")
+    }
+    readme = ROOT / "README.md"
+    replace_section(readme, "speed table: python benchmarks/table.py", render(found["speed"]))
+    replace_section(readme, "peers table: python benchmarks/table.py", render_peers([found["peers"], found["peers_batch"]]))
 
 
 if __name__ == "__main__":

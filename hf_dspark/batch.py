@@ -142,9 +142,10 @@ def _without_faults(scores: Tensor, lengths: Tensor) -> tuple[Tensor, list[bool]
 
 def _accept(block: CandidateBlock, candidates: Tensor, scores: Tensor, sample: bool) -> tuple[Tensor, Tensor]:
     lengths = block.lengths.to(scores.device)
+    if candidates.shape[1] == 0:  # as plain `generate` chooses
+        scores = scores[:, 0]
+        return lengths, torch.multinomial(scores.softmax(-1), 1)[:, 0] if sample else scores.argmax(-1)
     if not sample:
         return accept_greedy(candidates, lengths, scores.argmax(-1))
-    if candidates.shape[1] == 0:  # as plain `generate` draws
-        return lengths, torch.multinomial(scores[:, 0].softmax(-1), 1)[:, 0]
     token_ids = None if block.token_ids is None else block.token_ids.to(scores.device)
     return accept_sampled(candidates, lengths, block.logits.to(scores.device), scores, token_ids)

@@ -4,7 +4,8 @@ Everything in a transformer but its attention treats each token alone. So the to
 to the target as one row of Σ(1 + ℓ_r): linear layers, norms, experts and the LM head then do no work for padding. Only
 attention has to know whose token is whose. Keys and values go to their own row's slots in [`~hf_dspark.cache.SlotCache`],
 which returns those of all rows, and the attention function that the model asks transformers' attention interface for is
-called with one row of queries per row, as it would be without packing.
+called with one row of queries per row, as it would be without packing. With SDPA, query heads that share a key head then go
+as further queries of that head: the library would copy every key and value as often as it is shared, in each layer.
 
 The model itself is not touched. What the interface hands out changes for the thread that is inside
 [`~PackedRows.attending`], and for no other.
@@ -17,11 +18,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 _current: ContextVar[PackedRows | None] = ContextVar("packed_rows", default=None)
 _lock = threading.Lock()
@@ -40,6 +43,7 @@ class PackedRows:
     """
 
     def __init__(self, counts: list[int], device: torch.device):
+        self._alike = (len(counts), counts[0]) if len(set(counts)) == 1 else None  # (R, Q) where nothing is padding
         lengths = torch.tensor(counts)
         places = torch.arange(int(lengths.max())).expand(len(counts), -1)  # (R, Q)
         valid = places < lengths[:, None]
@@ -51,10 +55,14 @@ class PackedRows:
 
     def pack(self, padded: Tensor) -> Tensor:
         """`(R, Q, ...)` to `(1, T, ...)`: what is padding is left out."""
+        if self._alike:
+            return padded.reshape(1, -1, *padded.shape[2:])
         return padded[self.rows.to(padded.device), self._places.to(padded.device)]
 
     def unpack(self, packed: Tensor) -> Tensor:
         """`(1, T, ...)` to `(R, Q, ...)`, every row padded with its own last token."""
+        if self._alike:
+            return packed.view(*self._alike, *packed.shape[2:])
         return packed[0][self._tokens.to(packed.device)]
 
     @contextmanager
@@ -87,15 +95,6 @@ def can_pack(target: PreTrainedModel) -> bool:
     )
 
 
-def packing_pays(counts: list[int]) -> bool:
-    """Whether rows of so many tokens are verified faster packed: where more than one token, and a tenth, is padding.
-
-    Finding each row's queries in every layer costs about as much as that (measured: benchmarks/layouts.py).
-    """
-    padded = len(counts) * max(counts)
-    return padded - sum(counts) > max(1, padded // 10)
-
-
 def wrap_interface(original: Any) -> Any:
     """`AttentionInterface.get_interface` with packed rows in mind; for [`~hf_dspark.hooks`]."""
 
@@ -115,5 +114,24 @@ def _attend(function: Callable, module: torch.nn.Module, query: Tensor, *args: A
     if packed is None:
         return function(module, query, *args, **kwargs)
     queries = packed.unpack(query.transpose(1, 2)).transpose(1, 2)  # (R, H, Q, head_dim)
-    output, weights = function(module, queries, *args, **kwargs)  # (R, Q, H, head_dim)
+    if function is sdpa_attention_forward:
+        output, weights = _sdpa_by_key_head(module, queries, *args, **kwargs)
+    else:
+        output, weights = function(module, queries, *args, **kwargs)  # (R, Q, H, head_dim)
     return packed.pack(output), weights
+
+
+def _sdpa_by_key_head(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    """SDPA of `(R, H, Q, head_dim)` on keys of fewer heads, without a copy of a key for each head that shares it."""
+    shared = getattr(module, "num_key_value_groups", 1)
+    rows, heads, length, size = query.shape
+    if shared == 1 or length == 1 or mask is None or mask.shape[1] != 1 or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, mask, *args, **kwargs)  # which copies nothing, or has to
+    ungrouped: Any = SimpleNamespace(num_key_value_groups=1, is_causal=False)
+    output, weights = sdpa_attention_forward(
+        ungrouped, query.reshape(rows, -1, shared * length, size), key, value, mask.repeat(1, 1, shared, 1), *args, **kwargs
+    )  # (R, shared · Q, H / shared, head_dim)
+    output = output.view(rows, shared, length, -1, size).permute(0, 2, 3, 1, 4)
+    return output.reshape(rows, length, heads, size), weights

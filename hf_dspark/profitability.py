@@ -13,9 +13,9 @@ from __future__ import annotations
 from .load_profile import LoadProfile
 from .statistics import Statistics
 
-_MEMORY = 0.85  # weight of the past per drafted round: an account of about seven rounds
+_MEMORY = 0.9  # weight of the past per drafted round: an account of about ten rounds
 _FIRST_VERDICT = 2  # drafted rounds before the first pause
-_FIRST_PAUSE = 8
+_FIRST_PAUSE = 4
 _LONGEST_PAUSE = 64
 
 

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from .cache import RowLayout, SlotCache, format_mask, slot_ranges
-from .packed_rows import PackedRows, can_pack, packing_pays
+from .packed_rows import PackedRows, can_pack
 
 logger = logging.get_logger(__name__)
 
@@ -169,8 +169,8 @@ class TargetForward:
     def verify(self, sequences: list[Tensor], tokens: Tensor, slots: list[int], lengths: list[int]) -> CausalLMOutputWithPast:
         """One forward over anchor and draft of every row.
 
-        Rows of different lengths are packed: the target sees Σ (1 + ℓ_r) tokens. Where it cannot take them so, or hardly any
-        would be left out, it sees R · (1 + L), the padding included.
+        Several rows are packed: the target sees Σ (1 + ℓ_r) tokens. Where it cannot take them so, it sees R · (1 + L), the
+        padding included.
 
         Args:
             sequences (list of R `torch.LongTensor`s, 1-D): committed tokens of each row, the anchor included.
@@ -198,7 +198,7 @@ class TargetForward:
             causal = self.layout.hide_padding(slots_of_cache <= token_slots[..., None])  # (R, Q, S)
             kwargs["attention_mask"] = ragged_mask(self.target, token_slots, causal)
             counts = [length + 1 for length in lengths]
-            if self._packs and packing_pays(counts):
+            if self._packs and length > 1:  # single tokens are packed as they are
                 packed = PackedRows(counts, tokens.device)
                 input_ids, kwargs["position_ids"] = packed.pack(tokens), packed.pack(kwargs["position_ids"])
                 length = input_ids.shape[1]

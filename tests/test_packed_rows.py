@@ -61,14 +61,13 @@ def verified(drafter):
 
 
 def is_packed(lengths):
-    padded = len(lengths) * max(lengths)
-    return padded - sum(lengths) > max(1, padded // 10)
+    return len(lengths) > 1 and max(lengths) > 1
 
 
 @pytest.mark.parametrize("rows", [2, 7, 32])
 @pytest.mark.parametrize("kind, attention", TARGETS)
 def test_target_sees_what_is_admitted(kind, attention, rows, monkeypatch):
-    """Σ (1 + ℓ) tokens and not one of padding, unless there would be hardly any; the text is that of plain decoding.
+    """Σ (1 + ℓ) tokens and not one of padding; the text is that of plain decoding.
 
     Rows finish at different times. Lengths are drawn, so that every model meets all sorts of them.
     """

@@ -23,14 +23,14 @@ def play(account: Profitability, rounds: int, accepted: int) -> list[bool]:
 def test_losing_rounds_are_paused_for_longer_and_longer():
     drafted = play(Profitability(DEAR), 200, accepted=0)
     at = [number for number, yes in enumerate(drafted) if yes]
-    assert at == [0, 1, 10, 27, 60, 125, 190]  # pauses of 8, 16, 32, 64, 64
+    assert at == [0, 1, 6, 15, 32, 65, 130, 195]  # pauses of 4, 8, 16, 32, 64, 64
 
 
 def test_a_draft_not_worth_verifying_pauses_at_once():
     account = Profitability(DEAR)
     assert account.should_draft()
     account.record(rows=1, verified=0, accepted=0, committed=1, promised=0.0)
-    assert [account.should_draft() for _ in range(9)] == [False] * 8 + [True]
+    assert [account.should_draft() for _ in range(5)] == [False] * 4 + [True]
 
 
 def test_winning_rounds_are_never_paused():
@@ -53,7 +53,7 @@ def test_broken_promises_are_discounted_and_forgiven():
     assert account.discount == 1.0
     account.record(rows=1, verified=5, accepted=1, committed=2, promised=4.0)
     assert account.discount == pytest.approx(2 / 5)
-    for _ in range(60):
+    for _ in range(120):
         account.record(rows=1, verified=0, accepted=0, committed=1, promised=0.0)
     assert account.discount == pytest.approx(1.0, abs=1e-3)
     account.record(rows=1, verified=5, accepted=5, committed=6, promised=1.0)
