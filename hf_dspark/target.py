@@ -9,6 +9,7 @@ admitted and not the longest draft.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,12 @@ class TargetForward:
         captured_states: list[int],
         model_kwargs: dict[str, Any],
     ):
+        if model_kwargs.get("position_ids") is None and "position_ids" in inspect.signature(type(target).forward).parameters:
+            # `generate` has read the signature of a wrapper around it. Plain decoding then counts columns; so must every row.
+            mask = model_kwargs.get("attention_mask")
+            length = generation_config._mask_length if mask is None else mask.shape[1]
+            columns = torch.arange(length, device=target.device)[None]
+            model_kwargs = {**model_kwargs, "position_ids": columns}
         self.target, self.model_kwargs = target, model_kwargs
         self.user_cache: Cache = model_kwargs["cache"]
         self.past_length = int(self.user_cache.get_seq_length())

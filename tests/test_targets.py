@@ -10,6 +10,7 @@ from tiny import (
     SHAPE,
     VOCABULARY,
     WINDOW,
+    assert_same_text,
     assert_some_accepted,
     draw_weights,
     jagged_profile,
@@ -214,6 +215,20 @@ def test_distributed_weights(one_process_group, reduced):
     drafts = drafter.base_logits(hidden)
     drafter.bind(target)
     torch.testing.assert_close(drafts, drafter.base_logits(hidden))
+
+
+# ---- wrapped ----
+
+
+@pytest.mark.parametrize("lengths", [[5], [9, 4, 6], [4, 4]])
+def test_a_wrapper_that_hides_the_signature(lengths):
+    """`generate` then prepares no positions, and the model would count from the cache, which rows fill at their own pace."""
+    target = tiny_target()
+    drafter, inputs, forward = tiny_drafter(target), padded_prompts(lengths), target.forward
+    target.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    plain = generate(target, inputs, max_new_tokens=16)
+    assert_same_text(target, inputs, plain, generate(target, inputs, drafter, max_new_tokens=16))
+    assert_some_accepted(drafter)
 
 
 # ---- compiled ----
