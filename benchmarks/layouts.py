@@ -74,7 +74,7 @@ def compare(target, rows: int, mean: float, context: int, repeats: int) -> dict:
         sequences = [prompt[:slot] for prompt, slot in zip(prompts, slots, strict=True)]
         spent = {}
         for packed in (True, False) if repeat % 2 else (False, True):
-            forward._packs = packed
+            forward.packs = packed
             start = time.process_time()
             forward.verify(sequences, tokens, slots, lengths)
             spent[packed] = time.process_time() - start

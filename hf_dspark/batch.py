@@ -58,6 +58,7 @@ class Batch:
 
     def __init__(self, forward: TargetForward, generator: DSparkCandidateGenerator, isolates_faults: bool = False):
         self.forward, self.generator = forward, generator
+        generator.packs = forward.packs
         self._isolates_faults = isolates_faults
 
     def prefill(self, input_ids: Tensor) -> Outcome:

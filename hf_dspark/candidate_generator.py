@@ -102,6 +102,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._first_slot = 0  # of the first context row; earlier ones were in a cache passed in
         self._drafted = False  # whether the latest round had a draft
         self._spent: tuple[float, float] | None = None  # of drafting and verification up to the latest round
+        self.packs = True  # whether several rows are verified without padding
         self._scheduled = 0  # its length, while the host's own loop verifies it
         self._older_confidence: list[Tensor] = []  # two_step: confidences of the two latest rounds
 
@@ -468,15 +469,17 @@ class DSparkCandidateGenerator(CandidateGenerator):
             accepted (list of R `int`s): how many of them the target agreed with.
             committed (list of R `int`s or `None`): by how many tokens the row has grown; `None` if it had finished before.
         """
+        rows, verified = len(scheduled), sum(scheduled)
+        if rows > 1 and not self.packs:
+            verified = rows * max(scheduled)
         self.statistics.rounds += 1
-        for verified, agreed, new in zip(scheduled, accepted, committed, strict=True):
+        for length, agreed, new in zip(scheduled, accepted, committed, strict=True):
             if new is not None:
-                self.statistics.count(verified, agreed, new)
-        self._feed_profile(len(scheduled), sum(scheduled))
+                self.statistics.count(length, agreed, new)
+        self._feed_profile(rows, verified)
         if self._drafted and self.profitability is not None:
-            self.profitability.record(
-                len(scheduled), sum(scheduled), sum(accepted), sum(new or 0 for new in committed), self._promised
-            )
+            grown = [new for new in committed if new is not None]
+            self.profitability.record(rows, len(grown), verified, sum(accepted), sum(grown), self._promised)
 
     def _feed_profile(self, rows: int, verified: int) -> None:
         """Tells a live load profile what the round took; the first one, whose beginning nobody has noted, is left out."""

@@ -63,6 +63,12 @@ def dspark_decoding(
     statistics = drafter.statistics = Statistics(drafter.config.num_draft_tokens, drafter.device)
     processors = RowProcessors(logits_processor, batch_size=len(input_ids))
     rows = Rows(input_ids, stopping_criteria, generation_config, streamer)
+    mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    if mask is None and not hasattr(generation_config, "_mask_length"):  # the host, too, then takes what it is given as new
+        given = input_ids if embeds is None else embeds
+        generation_config._mask_length = model_kwargs["cache"].get_seq_length() + given.shape[1]
+    prompt = generation_config._mask_length if mask is None else int(mask.sum(1).min())
+    refuse_changing_rope(target, prompt, rows.max_length)
     generator = DSparkCandidateGenerator(
         drafter,
         processors,
@@ -131,6 +137,31 @@ def _report(drafter: DSparkDraftModel, rows: Rows, running: list[int], outcome: 
 
 def _last(ids: Tensor, count: int) -> list[int]:
     return ids[len(ids) - count :].tolist()
+
+
+def refuse_changing_rope(target: PreTrainedModel, shortest: int, longest: int) -> None:
+    """Raises ValueError where the length of a forward decides how tokens are rotated, so that drafts or other rows would.
+
+    Args:
+        target (`PreTrainedModel`): with `rope_parameters`, perhaps several by layer type.
+        shortest (`int`): tokens of the shortest prompt.
+        longest (`int`): tokens that a row may grow to.
+    """
+    config = target.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):
+        kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
+        if kind not in ("dynamic", "longrope"):
+            continue
+        limit = config.max_position_embeddings
+        if kind == "longrope":
+            limit = parameters.get("original_max_position_embeddings", limit)
+        if longest > limit and not (kind == "longrope" and shortest > limit):
+            raise ValueError(
+                f"the target's {kind!r} rope changes with the length of the text from {limit} tokens on, so that a draft would "
+                f"change the tokens before it; prompt and answer may reach {longest}. Keep them within {limit} "
+                "(`max_new_tokens`), or generate without `assistant_model`."
+            )
 
 
 def refuse_inexact(target: PreTrainedModel, config: GenerationConfig, synced_gpus: bool, cache: Cache | None) -> None:

@@ -46,15 +46,17 @@ class Profitability:
         """Accepted tokens per promised one, at most 1; drifts back to 1 while nothing is verified."""
         return min(1.0, (self._accepted + 1) / (self._promised + 1))
 
-    def record(self, rows: int, verified: int, accepted: int, committed: int, promised: float) -> None:
+    def record(self, rows: int, going: int, verified: int, accepted: int, committed: int, promised: float) -> None:
         """Books a drafted round.
 
         Args:
             rows (`int`): requests in the batch.
+            going (`int`): those of them that had not finished before, the only ones that plain decoding would serve.
             verified (`int`): draft tokens in its verification forward, over all rows.
             accepted (`int`): how many of them the target agreed with.
             committed (`int`): tokens it brought, over all rows.
-            promised (`float`): accepted tokens that the confidences let expect.
+            promised (`float`): accepted tokens that the discounted confidences let expect. So the discount settles half way, at
+                the square root of what is kept of the promises: all the way was no faster on recorded drafts.
         """
         self._promised = _MEMORY * self._promised + promised
         self._accepted = _MEMORY * self._accepted + accepted
@@ -67,7 +69,7 @@ class Profitability:
         self._tokens = _MEMORY * self._tokens + committed
         self._seconds = _MEMORY * self._seconds + seconds
         # What plain decoding would have brought in the same time.
-        self._plain_tokens = _MEMORY * self._plain_tokens + rows * seconds / plain
+        self._plain_tokens = _MEMORY * self._plain_tokens + going * seconds / plain
         self._rounds += 1
         if verified and self._rounds < _FIRST_VERDICT:  # a draft not worth verifying needs no second one to say so
             return

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache
+from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
+
+_ROW_BY_ROW = (MaxTimeCriteria, StopStringCriteria)  # the library's own, which tell nothing from a row's place
 
 
 class Rows:
@@ -48,12 +51,13 @@ class Rows:
 
         # The two criteria of nearly every call are answered from numbers: no wait for the device at every token.
         lengths = [criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
-        self.max_length: int = min(lengths, default=generation_config.max_length)
+        # As in plain decoding, a criterion is first asked behind a new token, whatever it says of the prompt.
+        self.max_length: int = max(min(lengths, default=generation_config.max_length), self.prompt_length + 1)
         ends = [criterion.eos_token_id.tolist() for criterion in stopping_criteria if type(criterion) is EosTokenCriteria]
         self._end_tokens = {token for tokens in ends for token in tokens}
-        self._criteria = StoppingCriteriaList(
-            criterion for criterion in stopping_criteria if type(criterion) not in (MaxLengthCriteria, EosTokenCriteria)
-        )
+        others = [c for c in stopping_criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
+        self._criteria = StoppingCriteriaList(c for c in others if type(c) in _ROW_BY_ROW)
+        self._criteria_of_user = StoppingCriteriaList(c for c in others if type(c) not in _ROW_BY_ROW)
         # Plain generate pads finished rows only if a criterion knows an end token; otherwise they run on with the others.
         self._pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         pad = generation_config._pad_token_tensor
@@ -102,15 +106,25 @@ class Rows:
         if self._ends[row] is None:
             for end, token in enumerate(new, before + 1):
                 stops = end >= self.max_length or token in self._end_tokens
-                if self._criteria and not stops:
+                if not stops and (self._criteria or self._criteria_of_user):
                     seen = None if scores is None else tuple(s[None] for s in scores[row][: end - self.prompt_length])
-                    stops = bool(self._criteria(ids[None, :end], seen).all())
+                    stops = self._asked(row, ids[None, :end], seen)
                 if stops:
                     self._ends[row] = end
                     if self._pads:
                         return end
                     break
         return min(len(ids), self.max_length)
+
+    def _asked(self, row: int, ids: Tensor, scores: tuple[Tensor, ...] | None) -> bool:
+        """Whether a criterion ends a row behind tokens `(1, S)`; one of a user's may know the rows by their places."""
+        if bool(self._criteria(ids, scores).any()):
+            return True
+        if not self._criteria_of_user:
+            return False
+        rows = len(self.sequences)
+        wide = None if scores is None else tuple(step.expand(rows, -1) for step in scores)
+        return bool(self._criteria_of_user(ids.expand(rows, -1), wide)[row])
 
     def _retire(self) -> None:
         """Drops the rows that are done from `active`."""

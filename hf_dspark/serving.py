@@ -26,7 +26,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from .batch import Batch, Outcome
 from .candidate_generator import DSparkCandidateGenerator
-from .decoding import refuse_inexact
+from .decoding import refuse_changing_rope, refuse_inexact
 from .modeling_dspark import DSparkDraftModel
 from .processing import GreedyLaw, RowProcessors
 from .rows import Rows
@@ -312,6 +312,8 @@ class ServingLoop:
                 f"`input_ids` and `max_new_tokens` must fit the target's max_position_embeddings={room} together, got "
                 f"{len(ids)} + {new}. Shorten either."
             )
+        # A forward is as long as its longest request.
+        refuse_changing_rope(self.target, len(ids) if self.max_rows == 1 else 0, len(ids) + new)
 
     def _open(self, request: Request) -> tuple[_Row, Batch, Tensor]:
         """A row for a request, a batch for it alone, and its prompt `(1, P)`."""

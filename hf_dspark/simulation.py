@@ -294,7 +294,7 @@ def simulate(
         seconds += overhead_seconds + spent(batch_tokens, len(rows))
         accepted = [min(length, block.accepted) for length, block in zip(lengths, blocks, strict=True)]
         if drafts and account is not None:
-            account.record(len(rows), sum(lengths), sum(accepted), len(rows) + sum(accepted), promised)
+            account.record(len(rows), len(rows), sum(lengths), sum(accepted), len(rows) + sum(accepted), promised)
         counts["rounds"] += 1
         counts["drafts"] += drafts
         counts["tokens"] += len(rows) + sum(accepted)

@@ -48,9 +48,11 @@ class TargetForward:
         slot_offset (`int`): columns before the first of `input_ids`: a cached text, or a prompt given as embeddings.
         cache_rows (`list[int]`): number in the batch of each row that is still in the cache.
         keeps_rows (`bool`): whether finished rows stay, because the caller wants the cache back.
+        packs (`bool`): whether several rows are verified without padding.
 
     Raises:
-        ValueError: the target's attention cannot run rows of different lengths, or its cache cannot be rolled back.
+        ValueError: the target's attention cannot run rows of different lengths, its cache cannot be rolled back, or it does
+            not use the cache that it is given.
     """
 
     def __init__(
@@ -60,15 +62,18 @@ class TargetForward:
         captured_states: list[int],
         model_kwargs: dict[str, Any],
     ):
+        mask = model_kwargs.get("attention_mask")
+        total_length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
         if model_kwargs.get("position_ids") is None and "position_ids" in inspect.signature(type(target).forward).parameters:
             # `generate` has read the signature of a wrapper around it. Plain decoding then counts columns; so must every row.
-            mask = model_kwargs.get("attention_mask")
-            length = generation_config._mask_length if mask is None else mask.shape[1]
-            columns = torch.arange(length, device=target.device)[None]
-            model_kwargs = {**model_kwargs, "position_ids": columns}
+            model_kwargs = {**model_kwargs, "position_ids": torch.arange(total_length, device=target.device)[None]}
         self.target, self.model_kwargs = target, model_kwargs
         self.user_cache: Cache = model_kwargs["cache"]
         self.past_length = int(self.user_cache.get_seq_length())
+        positions = model_kwargs.get("position_ids")
+        if positions is not None and total_length is not None and 0 < self.past_length == total_length - positions.shape[-1]:
+            # Those of the new tokens alone; nobody asks for the others'.
+            model_kwargs["position_ids"] = torch.nn.functional.pad(positions, (self.past_length, 0))
         returns_dict = bool(generation_config.return_dict_in_generate)
         self.keeps_rows = returns_dict or getattr(self.user_cache, "_is_user_defined", False)
         self._output_attentions = returns_dict and bool(generation_config.output_attentions)
@@ -78,7 +83,7 @@ class TargetForward:
         # Images are encoded for the whole prompt at once; a part of the prompt would not find its own.
         whole = model_kwargs.get("mm_encoder_outputs")
         self._chunk_size: int | None = None if whole else generation_config.prefill_chunk_size
-        self._mask_length = getattr(generation_config, "_mask_length", None)
+        self._total_length = total_length
         self._others = {name: value for name, value in model_kwargs.items() if name not in _MADE_HERE}
         self._token_types = {name: model_kwargs[name] for name in _TOKEN_TYPES if model_kwargs.get(name) is not None}
 
@@ -107,7 +112,7 @@ class TargetForward:
         self.cache_rows: list[int] = []
         # A token can leave its row where nothing but its position comes with it.
         positions = model_kwargs.get("position_ids")
-        self._packs = positions is not None and positions.ndim == 2 and not self._row_inputs() and can_pack(target)
+        self.packs = positions is not None and positions.ndim == 2 and not self._row_inputs() and can_pack(target)
 
     def _lay_out(self) -> RowLayout:
         """Positions and padding of the whole prompt, cached part included."""
@@ -116,7 +121,7 @@ class TargetForward:
             if attention_mask is not None:
                 position_ids = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
             else:
-                position_ids = torch.arange(self._mask_length, device=self.target.device)[None]
+                position_ids = torch.arange(self._total_length, device=self.target.device)[None]
         return RowLayout(position_ids, attention_mask)
 
     def _row_inputs(self) -> list[str]:
@@ -164,9 +169,8 @@ class TargetForward:
                 kwargs["position_ids"] = position_ids[..., first:last]
             for name, types in self._token_types.items():
                 kwargs[name] = types[..., :last]
-            inputs = self.target.prepare_inputs_for_generation(
-                input_ids if embeds is not None else prompt[:, start:end], is_first_iteration=True, **kwargs
-            )
+            tokens = input_ids if embeds is not None else prompt[:, start:end]
+            inputs = self._prepared(tokens, is_first_iteration=True, **kwargs)
             outputs = self._call(inputs)
             observe(outputs.hidden_states, [first] * rows, [end - start] * rows)
         return outputs
@@ -205,7 +209,7 @@ class TargetForward:
             causal = self.layout.hide_padding(slots_of_cache <= token_slots[..., None])  # (R, Q, S)
             kwargs["attention_mask"] = ragged_mask(self.target, token_slots, causal)
             counts = [length + 1 for length in lengths]
-            if self._packs and length > 1:  # single tokens are packed as they are
+            if self.packs and length > 1:  # single tokens are packed as they are
                 packed = PackedRows(counts, tokens.device)
                 input_ids, kwargs["position_ids"] = packed.pack(tokens), packed.pack(kwargs["position_ids"])
                 length = input_ids.shape[1]
@@ -221,7 +225,7 @@ class TargetForward:
             input_ids = torch.cat([sequences[0][None, :-1], tokens], dim=1)  # some models find their own part of the text
         if "logits_to_keep" in self.model_kwargs:
             kwargs["logits_to_keep"] = length
-        inputs = self.target.prepare_inputs_for_generation(input_ids, next_sequence_length=length, **kwargs)
+        inputs = self._prepared(input_ids, next_sequence_length=length, **kwargs)
         if packed is None:
             return self._call(inputs)
         with packed.attending():
@@ -229,6 +233,17 @@ class TargetForward:
         outputs.logits = packed.unpack(outputs.logits)
         outputs.hidden_states = tuple(None if states is None else packed.unpack(states) for states in outputs.hidden_states)
         return outputs
+
+    def _prepared(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+        """What the target makes of tokens and cache for its forward."""
+        inputs = self.target.prepare_inputs_for_generation(input_ids, **kwargs)
+        if not any(value is self.cache for value in inputs.values()):
+            raise ValueError(
+                f"{type(self.target).__name__} starts over with a cache of its own here, as some models do where a text "
+                "outgrows their original context; a drafter cannot follow. Generate without `assistant_model`, or keep prompt "
+                "and answer shorter."
+            )
+        return inputs
 
     def _call(self, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
         inputs["output_hidden_states"] = self._capture
@@ -314,6 +329,11 @@ def ragged_mask(
         ValueError: the target's attention implementation, or the type of one of its layers, cannot be masked so.
     """
     config = target.config.get_text_config(decoder=True)
+    if config.model_type == "bloom" or getattr(config, "alibi", False):
+        raise ValueError(
+            f"{type(target).__name__} makes its ALiBi positions from a mask of columns, which rows of different lengths do not "
+            f"have in common: {instead}."
+        )
     window = getattr(config, "sliding_window", None)
 
     def build(kind: str) -> Any:

@@ -10,6 +10,7 @@ from tiny import (
     EOS,
     MASK,
     PAD,
+    SHAPE,
     VOCABULARY,
     assert_some_accepted,
     draw_weights,
@@ -21,12 +22,16 @@ from tiny import (
     tiny_tokenizer,
 )
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
+    Phi3Config,
+    Phi3ForCausalLM,
     QuantizedCache,
     StaticCache,
     StoppingCriteria,
@@ -185,6 +190,16 @@ class StopsRows(StoppingCriteria):
         return torch.tensor([len(ids) >= self.ends[int(ids[self.place])] for ids in input_ids])
 
 
+class StopsPlaces(StoppingCriteria):
+    """Ends rows at different lengths, told apart by their places."""
+
+    def __init__(self, prompts, counts):
+        self.ends = torch.tensor([prompts.shape[1] + count for count, _ in zip(counts, prompts, strict=True)])
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return self.ends <= input_ids.shape[1]
+
+
 class StopsAtUnsureToken(StoppingCriteria):
     """Reads the scores of the latest step."""
 
@@ -214,6 +229,14 @@ def test_lengths(target, drafter, inputs):
     plain = generate(target, inputs, **options)
     assert plain.shape[1] == prompt_length + 15
     assert torch.equal(generate(target, inputs, drafter, **options), plain)
+
+
+def test_a_length_that_the_prompt_has_already(target, drafter, inputs):
+    """One token is made before anything is asked, here as there."""
+    criteria = StoppingCriteriaList([MaxLengthCriteria(inputs["input_ids"].shape[1])])
+    plain = generate(target, inputs, stopping_criteria=criteria)
+    assert plain.shape[1] == inputs["input_ids"].shape[1] + 1
+    assert torch.equal(generate(target, inputs, drafter, stopping_criteria=criteria), plain)
 
 
 def test_prompt_of_one_token(target, drafter):
@@ -255,6 +278,8 @@ def test_custom_criteria(target, drafter, inputs, ends):
         StopsAtPair(new[-1, 9:11].tolist()),
         StopsRows(prompts, range(3, 3 + 6 * len(prompts), 6)),
         StopsRows(prompts, range(3 + 6 * len(prompts), 3, -6)),
+        StopsPlaces(prompts, range(3, 3 + 6 * len(prompts), 6)),
+        StopsPlaces(prompts, range(3 + 6 * len(prompts), 3, -6)),
     ):
         options = {"stopping_criteria": StoppingCriteriaList([criterion])} | ends
         plain = generate(target, inputs, **options)
@@ -441,6 +466,20 @@ def test_drafter_sees_only_what_it_was_told(target, drafter):
     assert all(attended == expected for attended, expected in seen)
 
 
+@pytest.mark.parametrize("rows", [[5], [5, 5]])
+def test_positions_of_the_new_tokens_alone(target, drafter, rows):
+    """They may be given for what is not in the cache yet."""
+    inputs, texts = padded_prompts(rows), []
+    for assistant in (None, drafter):
+        cache = DynamicCache(config=target.config)
+        first = generate(target, inputs, assistant, cache=cache)
+        more = torch.cat([first, padded_prompts([3] * len(rows), seed=1)["input_ids"]], dim=1)
+        positions = torch.arange(cache.get_seq_length(), more.shape[1]).expand(len(rows), -1)
+        new = {"input_ids": more[:, cache.get_seq_length() :], "attention_mask": torch.ones_like(more)}
+        texts.append(generate(target, new, assistant, cache=cache, position_ids=positions))
+    assert torch.equal(*texts)
+
+
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_static_cache_from_an_earlier_turn(kind):
     """Text generated into a static cache can be gone on from with a drafter, as long as no window has been filled."""
@@ -559,6 +598,63 @@ def test_cache_that_holds_the_whole_prompt_is_refused(target, drafter):
         target(**inputs, cache=cache)
     with pytest.raises(ValueError, match="`cache` already holds 5 tokens, and the prompt has 5"):
         generate(target, inputs, drafter, cache=cache)
+
+
+def test_several_rows_of_alibi_are_refused():
+    config = BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=4, n_head=4, pad_token_id=PAD, eos_token_id=EOS)
+    torch.manual_seed(0)
+    target = BloomForCausalLM(config).eval()
+    drafter = tiny_drafter(target)
+    for lengths in ([4], [4, 4]):
+        inputs = padded_prompts(lengths)
+        if len(lengths) == 1:
+            assert torch.equal(generate(target, inputs, drafter), generate(target, inputs))
+            continue
+        with pytest.raises(ValueError, match="BloomForCausalLM makes its ALiBi positions from a mask of columns"):
+            generate(target, inputs, drafter)
+
+
+def test_a_target_that_starts_over_is_refused():
+    """Phi3 drops the cache of a text that outgrows its original context."""
+    shape = SHAPE | {"vocab_size": VOCABULARY, "original_max_position_embeddings": 16}
+    del shape["head_dim"]
+    torch.manual_seed(0)
+    target = Phi3ForCausalLM(Phi3Config(**shape)).eval()
+    drafter = tiny_drafter(target)
+    for length, new in ((20, 4), (10, 12)):  # in the prompt, and in the answer
+        with pytest.raises(ValueError, match="Phi3ForCausalLM starts over with a cache of its own"):
+            generate(target, padded_prompts([length]), drafter, max_new_tokens=new)
+    inputs = padded_prompts([5])
+    assert torch.equal(generate(target, inputs, drafter, max_new_tokens=6), generate(target, inputs, max_new_tokens=6))
+
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 16,
+        "factor": 4.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_rope_that_changes_with_the_length_is_refused(kind):
+    limit = 16
+    target = tiny_target(rope_parameters=ROPES[kind], max_position_embeddings=64 if kind == "longrope" else limit)
+    drafter = tiny_drafter(target)
+    cases = [([4, 6], 10, False), ([4, 6], 11, True), ([20, 17], 12, kind == "dynamic"), ([20, 16], 4, True)]
+    for lengths, new, refused in cases:
+        inputs = padded_prompts(lengths)
+        if refused:
+            with pytest.raises(ValueError, match=f"the target's '{kind}' rope changes with the length of the text from 16"):
+                generate(target, inputs, drafter, max_new_tokens=new)
+        else:
+            plain = generate(target, inputs, max_new_tokens=new)
+            assert torch.equal(generate(target, inputs, drafter, max_new_tokens=new), plain)
 
 
 def test_encoder_decoder_is_refused(drafter):

@@ -17,6 +17,7 @@ from tiny import (
 from transformers import LlamaForCausalLM
 
 from hf_dspark import DSparkCandidateGenerator
+from hf_dspark.profitability import Profitability
 
 TARGETS = [
     ("llama", "eager"),
@@ -25,6 +26,7 @@ TARGETS = [
     ("gemma2", "eager"),
     ("gemma3", "sdpa"),
     ("qwen3_moe", "sdpa"),
+    ("afmoe", "sdpa"),  # hands its mask over by name
 ]
 
 
@@ -107,7 +109,10 @@ def test_the_cache_grows_while_rows_are_packed(kind):
     assert any(rows == 1 for rows, _ in shapes[1:])
 
 
-def test_models_from_elsewhere_are_padded():
+def test_models_from_elsewhere_are_padded(monkeypatch):
+    """And are priced so: the padding is paid for."""
+    paid = []
+    monkeypatch.setattr(Profitability, "record", lambda self, rows, going, verified, *_: paid.append(rows + verified))
     target = tiny_target()
     target.__class__ = OfAUser
     drafter = tiny_drafter(target)
@@ -119,6 +124,7 @@ def test_models_from_elsewhere_are_padded():
     counts = counts[1:]
     assert any(map(is_packed, counts))
     assert shapes[1:] == [(len(lengths), max(lengths)) for lengths in counts]
+    assert len(paid) > 3 and paid == [len(lengths) * max(lengths) for lengths in counts][: len(paid)]
 
 
 def test_other_threads_are_not_disturbed():

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from tiny import tiny_drafter, tiny_target
+from transformers import LogitsProcessorList
 
-from hf_dspark import LoadProfile
+from hf_dspark import DSparkCandidateGenerator, LoadProfile
 from hf_dspark.profitability import Profitability
 
 DEAR = LoadProfile({1: 10.0, 6: 4.0}, draft_seconds=0.02)  # a block costs 2.7 plain steps
@@ -16,7 +19,7 @@ def play(account: Profitability, rounds: int, accepted: int) -> list[bool]:
     for _ in range(rounds):
         drafted.append(account.should_draft())
         if drafted[-1]:
-            account.record(rows=1, verified=5, accepted=accepted, committed=accepted + 1, promised=4.0)
+            account.record(rows=1, going=1, verified=5, accepted=accepted, committed=accepted + 1, promised=4.0)
     return drafted
 
 
@@ -29,12 +32,20 @@ def test_losing_rounds_are_paused_for_longer_and_longer():
 def test_a_draft_not_worth_verifying_pauses_at_once():
     account = Profitability(DEAR)
     assert account.should_draft()
-    account.record(rows=1, verified=0, accepted=0, committed=1, promised=0.0)
+    account.record(rows=1, going=1, verified=0, accepted=0, committed=1, promised=0.0)
     assert [account.should_draft() for _ in range(5)] == [False] * 4 + [True]
 
 
 def test_winning_rounds_are_never_paused():
     assert all(play(Profitability(DEAR), 50, accepted=4))
+
+
+def test_rows_that_have_finished_are_not_missed():
+    """They stay in the forward where the caller wants the cache, and plain decoding would bring nothing for them either."""
+    account = Profitability(DEAR)
+    for _ in range(20):
+        assert account.should_draft()
+        account.record(rows=8, going=2, verified=4, accepted=4, committed=6, promised=4.0)
 
 
 def test_a_change_of_text_is_noticed_both_ways():
@@ -51,10 +62,25 @@ def test_without_prices_drafting_is_taken_to_pay():
 def test_broken_promises_are_discounted_and_forgiven():
     account = Profitability(None)
     assert account.discount == 1.0
-    account.record(rows=1, verified=5, accepted=1, committed=2, promised=4.0)
+    account.record(rows=1, going=1, verified=5, accepted=1, committed=2, promised=4.0)
     assert account.discount == pytest.approx(2 / 5)
     for _ in range(120):
-        account.record(rows=1, verified=0, accepted=0, committed=1, promised=0.0)
+        account.record(rows=1, going=1, verified=0, accepted=0, committed=1, promised=0.0)
     assert account.discount == pytest.approx(1.0, abs=1e-3)
-    account.record(rows=1, verified=5, accepted=5, committed=6, promised=1.0)
+    account.record(rows=1, going=1, verified=5, accepted=5, committed=6, promised=1.0)
     assert account.discount == 1.0  # never a bonus
+
+
+def test_the_discount_goes_half_way():
+    """Rounds that promise 2 and keep 1, through the generator, whose confidences are discounted before they are summed."""
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    drafter.load_profile = LoadProfile({1: 100.0, 8: 99.0})
+    drafter.bind(target)
+    generator = DSparkCandidateGenerator(drafter, LogitsProcessorList(), do_sample=False)
+    confidence = torch.tensor([[1.0, 1.0, 0.0]])
+    for _ in range(60):
+        lengths = generator._schedule(generator._discounted(confidence), torch.tensor([3]))
+        generator._drafted = True
+        generator.book(lengths.tolist(), [1], [2])
+    assert generator.profitability.discount == pytest.approx(0.5**0.5, abs=0.06)

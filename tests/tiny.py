@@ -16,6 +16,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import (
+    AfmoeConfig,
+    AfmoeForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -83,6 +85,18 @@ _KINDS = {
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1},
+    ),
+    "afmoe": (
+        AfmoeConfig,
+        AfmoeForCausalLM,
+        {
+            "sliding_window": WINDOW,
+            "global_attn_every_n_layers": 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 32,
+        },
     ),
 }
 
