@@ -6,6 +6,9 @@ factor for each of its sizes. What a round shows about its own size counts fully
 far away a part, because most disturbances slow down everything. Factors that nothing confirms fade back to 1, so that a size
 which was dear for a while is tried again.
 
+Plain steps, of one token per request, and forwards with drafts have factors of their own, and share that part. Attention runs
+the two differently, which a curve measured with one row does not know, and whether to draft at all compares just these two.
+
 Only rounds that are over are entered, so no decision can depend on a token that is still to be drawn.
 """
 
@@ -36,23 +39,28 @@ class LiveCorrection:
     def __init__(self, sizes: Sequence[int], draft_seconds: float):
         self.draft_seconds = draft_seconds
         self._octaves = np.log2(np.asarray(sizes, dtype=float))
-        self._logs = np.zeros(len(sizes))  # of the factors
+        self._logs = np.zeros((2, len(sizes)))  # of the factors: with drafts, and of plain steps
 
-    def factor(self, batch_tokens: np.ndarray) -> np.ndarray:
+    def factor(self, batch_tokens: np.ndarray, requests: int) -> np.ndarray:
         """How many times the measured seconds a forward of so many tokens takes as of late, elementwise."""
-        return np.exp(np.interp(np.log2(np.maximum(batch_tokens, 1)), self._octaves, self._logs))
+        octaves = np.log2(np.maximum(batch_tokens, 1))
+        drafted, plain = (np.interp(octaves, self._octaves, logs) for logs in self._logs)
+        return np.exp(np.where(batch_tokens == requests, plain, drafted))
 
-    def record_step(self, batch_tokens: int, seconds: float, expected: float) -> None:
+    def record_step(self, batch_tokens: int, requests: int, seconds: float, expected: float) -> None:
         """Enters a forward.
 
         Args:
             batch_tokens (`int`): tokens in it.
+            requests (`int`): requests in it.
             seconds (`float`): what it took.
             expected (`float`): seconds by the curve as corrected so far.
         """
         surprise = max(-_LARGEST_SURPRISE, min(_LARGEST_SURPRISE, math.log(seconds / expected)))
         closeness = np.exp(-np.abs(self._octaves - math.log2(batch_tokens)))
-        self._logs += _RATE * surprise * (_SHARED + (1 - _SHARED) * closeness)
+        kind = int(batch_tokens == requests)
+        self._logs[kind] += _RATE * surprise * (1 - _SHARED) * closeness
+        self._logs += _RATE * surprise * _SHARED
         self._logs *= 1 - _FADE
 
     def record_draft(self, seconds: float) -> None:

@@ -128,7 +128,8 @@ class LoadProfile:
 
         Args:
             batch_tokens (`int` or `torch.LongTensor` of any shape): tokens B of one forward, over all requests.
-            requests (`int`, *optional*, defaults to the load): requests in that forward; only `request_seconds` asks.
+            requests (`int`, *optional*, defaults to the load): requests in that forward; `request_seconds` asks, and a live
+                profile, for which a forward of as many tokens is a plain step.
 
         Returns:
             `float`, or `torch.DoubleTensor` of the shape and on the device of `batch_tokens`.
@@ -137,11 +138,11 @@ class LoadProfile:
         point = (torch.searchsorted(self._sizes, tokens, right=True) - 1).clamp(min=0)
         beyond = (tokens - self._sizes[point]).clamp(min=0)  # 0 below the smallest size
         seconds = self._seconds[point] + self._slopes[point] * beyond
+        count = self.requests() if requests is None else requests
         if self.request_seconds:
-            count = self.requests() if requests is None else requests
             seconds += float(np.interp(count, list(self.request_seconds), list(self.request_seconds.values())))
         if self._correction is not None:
-            seconds = seconds * torch.from_numpy(np.asarray(self._correction.factor(tokens.numpy())))
+            seconds = seconds * torch.from_numpy(np.asarray(self._correction.factor(tokens.numpy(), count)))
         return seconds.to(batch_tokens.device) if isinstance(batch_tokens, Tensor) else seconds.item()
 
     @overload
@@ -210,7 +211,7 @@ class LoadProfile:
             return
         if step_seconds > 0:
             expected = self.step_seconds(batch_tokens, requests)
-            self._correction.record_step(batch_tokens, step_seconds, expected)
+            self._correction.record_step(batch_tokens, requests, step_seconds, expected)
         if draft_seconds is not None and draft_seconds > 0:
             self._correction.record_draft(draft_seconds)
 
