@@ -96,7 +96,7 @@ def test_a_profile_that_came_along_from_elsewhere_stays_aside(target, tmp_path):
 
 def test_the_drafters_own_threshold_is_simulated(target):
     drafter, ratios = tiny_drafter(target, own_share=0.5), []
-    for drafter.confidence_threshold, drafter.threshold_on in ((0.0, "conditional"), (1.0, "conditional"), (0.6, "cumulative")):
+    for drafter.confidence_threshold, drafter.threshold_on in ((0.0, "conditional"), (1.0, "conditional"), (0.3, "cumulative")):
         ratios.append(report_on(target, drafter)[0]["modes"]["threshold"])
     assert len(set(ratios)) == 3
 
