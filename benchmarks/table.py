@@ -27,8 +27,7 @@ def render(results: dict) -> str:
             f"| {row['target']} | {row['setting']} | {row['prompts']} | {row['ratio_total']:.2f}× | {row['tau']:.2f} | "
             f"{row['verified']} | {row['rejected']} | {match} |"
         )
-    lines += ["", f"Measured {results['date']} by `{results['command']}` on {results['machine']}."]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_sources([results])])
 
 
 def render_peers(reports: list[dict]) -> str:
@@ -51,9 +50,16 @@ def render_peers(reports: list[dict]) -> str:
             f"{mean(row['tokens_per_forward'] for row in found):.2f} | "
             f"{', '.join(f'{count} {name}' for name, count in texts.items())} |"
         )
+    return "\n".join([*lines, *_sources(reports)])
+
+
+def _sources(reports: list[dict]) -> list[str]:
+    """By what and when each report was made, and what there is to know of it."""
+    lines = []
     for report in reports:
-        lines += ["", f"Measured {report['date']} by `{report['command']}` on {report['machine']}."]
-    return "\n".join(lines)
+        note = f" {report['note']}" if "note" in report else ""
+        lines += ["", f"Measured {report['date']} by `{report['command']}` on {report['machine']}.{note}"]
+    return lines
 
 
 def replace_section(path: Path, title: str, body: str) -> None:

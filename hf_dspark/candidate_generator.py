@@ -96,13 +96,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.profitability = Profitability(drafter.load_profile) if self.mode != "full" else None
         self.cache = SlotCache(config)
         self.layout: RowLayout | None = None
+        self.packs = True  # whether several rows are verified without padding; who verifies says so
         # Context for the next draft: (R, Q, ·) states, first slots, counts; the first so many projected, others as captured.
         self._pending: list[tuple[Tensor, list[int], list[int]]] = []
         self._projected = 0
         self._first_slot = 0  # of the first context row; earlier ones were in a cache passed in
         self._drafted = False  # whether the latest round had a draft
         self._spent: tuple[float, float] | None = None  # of drafting and verification up to the latest round
-        self.packs = True  # whether several rows are verified without padding
         self._scheduled = 0  # its length, while the host's own loop verifies it
         self._older_confidence: list[Tensor] = []  # two_step: confidences of the two latest rounds
 

@@ -123,16 +123,16 @@ def _attend(function: Callable, module: torch.nn.Module, query: Tensor, *args: A
 
 def _sdpa_by_key_head(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, Any]:  # names as in the library: some models hand their mask over by name
     """SDPA of `(R, H, Q, head_dim)` on keys of fewer heads, without a copy of a key for each head that shares it."""
     shared = getattr(module, "num_key_value_groups", 1)
     rows, heads, length, size = query.shape
-    mask = attention_mask
-    if shared == 1 or length == 1 or mask is None or mask.shape[1] != 1 or kwargs.get("position_bias") is not None:
-        return sdpa_attention_forward(module, query, key, value, mask, *args, **kwargs)  # which copies nothing, or has to
+    one_mask = attention_mask is not None and attention_mask.shape[1] == 1  # for all heads
+    if shared == 1 or length == 1 or not one_mask or kwargs.get("position_bias") is not None:  # copies nothing, or has to
+        return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
     ungrouped: Any = SimpleNamespace(num_key_value_groups=1, is_causal=False)
-    output, weights = sdpa_attention_forward(
-        ungrouped, query.reshape(rows, -1, shared * length, size), key, value, mask.repeat(1, 1, shared, 1), *args, **kwargs
-    )  # (R, shared · Q, H / shared, head_dim)
+    queries, mask = query.reshape(rows, -1, shared * length, size), attention_mask.repeat(1, 1, shared, 1)
+    output, weights = sdpa_attention_forward(ungrouped, queries, key, value, mask, *args, **kwargs)
+    # (R, shared · Q, H / shared, head_dim)
     output = output.view(rows, shared, length, -1, value.shape[-1]).permute(0, 2, 3, 1, 4)
     return output.reshape(rows, length, heads, -1), weights

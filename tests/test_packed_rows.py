@@ -95,24 +95,19 @@ def test_target_sees_what_is_admitted(kind, attention, rows, monkeypatch):
     assert any(map(is_packed, counts)) and len({len(lengths) for lengths in counts}) > 1
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
-def test_the_cache_grows_while_rows_are_packed(kind):
-    """Slots are added by the hundred, and here in the middle of the answers."""
+@pytest.mark.parametrize(
+    "kind, lengths",
+    [
+        pytest.param("qwen3", [250, 236, 245], id="slots are added by the hundred, and here in the middle of the answers"),
+        pytest.param("mistral", [250, 236, 245], id="and behind a window"),
+        pytest.param("afmoe", [2, 7, 4], id="a mask that is handed over by name"),
+    ],
+)
+def test_the_text_of_packed_rows(kind, lengths):
     target = tiny_target(kind)
     drafter = tiny_drafter(target, own_share=0.5)
     drafter.load_profile = jagged_profile()
-    inputs = padded_prompts([250, 236, 245])
-    plain = generate(target, inputs)
-    shapes = forwards(target)
-    assert_same_text(target, inputs, plain, generate(target, inputs, drafter))
-    assert any(rows == 1 for rows, _ in shapes[1:])
-
-
-def test_a_target_that_hands_its_mask_over_by_name():
-    target = tiny_target("afmoe")
-    drafter = tiny_drafter(target)
-    drafter.load_profile = jagged_profile()
-    inputs = padded_prompts([2, 7, 4])
+    inputs = padded_prompts(lengths)
     plain = generate(target, inputs)
     shapes = forwards(target)
     assert_same_text(target, inputs, plain, generate(target, inputs, drafter))
