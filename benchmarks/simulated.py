@@ -3,10 +3,11 @@
     python benchmarks/simulated.py --prompts ../shared/prompts --output benchmarks/results/simulated.json
 
 For R = 1, 4, 16 rows of the embedded default, greedy:
-1. rounds of fixed draft lengths on some prompts give the seconds of a forward by its tokens, of a draft, and of all else, in
+1. drafts of some prompts, each verified to its end, give the traces;
+2. rounds of fixed draft lengths on other prompts give the seconds of a forward by its tokens, of a draft, and of all else, in
    the very layout of R rows: a load profile for R;
-2. drafts of other prompts, each verified to its end, give the traces;
-3. those other prompts are answered for real, plainly, with fixed lengths and with the drafter's own schedule, and simulated.
+3. in turn with 2, those first prompts are answered for real, plainly, with fixed lengths and with the drafter's own schedule by
+   that profile, live as it is by default; and simulated.
 
 What is compared is tokens per second behind the prefill. Beyond that, the budget of the real scheduler under loads of 1 … 256
 is taken from real rounds of one row, and servers of 1 … 256 requests are simulated from the traces, with the pictures that come
@@ -55,7 +56,6 @@ def decode(target: Any, inputs: Any, drafter: DSparkDraftModel, new_tokens: int,
             setattr(drafter, name, value)
     counts = drafter.statistics
     seconds = time.perf_counter() - started - counts.seconds["prefill"]
-    rows = len(inputs["input_ids"])
     return {
         "seconds": seconds,
         "tokens": counts.tokens,
@@ -67,23 +67,36 @@ def decode(target: Any, inputs: Any, drafter: DSparkDraftModel, new_tokens: int,
         "verify": counts.seconds["verify"] / max(1, counts.rounds),
         "draft": (counts.seconds["draft"] + counts.seconds["head"]) / max(1, counts.drafts),
         "else": (seconds - sum(counts.seconds[phase] for phase in ("draft", "head", "verify"))) / max(1, counts.rounds),
-        "tokens_per_forward": (rows * counts.rounds + counts.verified) / max(1, counts.rounds),
+        "tokens_per_forward": (counts.cycles + counts.verified) / max(1, counts.rounds),
     }
 
 
-def profile_of_rows(target: Any, drafter: DSparkDraftModel, inputs: Any, new_tokens: int) -> tuple[LoadProfile, float]:
-    """What rounds of these rows cost, and the seconds of a round that are neither draft nor target."""
-    points: dict[int, list[float]] = {}
-    drafts, others = [], []
-    for _ in range(2):
-        for length in (0, 1, 2, 3, drafter.config.num_draft_tokens):
-            found = decode(target, inputs, drafter, new_tokens, length=length, scheduling="full")
-            points.setdefault(round(found["tokens_per_forward"]), []).append(found["verify"])
-            others.append(found["else"])
+class RowCosts:
+    """What rounds of some rows cost, from rounds of fixed lengths: each pass measures all of them once."""
+
+    def __init__(self, target: Any, drafter: DSparkDraftModel, inputs: Any, new_tokens: int):
+        self._target, self._drafter, self._inputs, self._new_tokens = target, drafter, inputs, new_tokens
+        self._steps: dict[int, list[float]] = {}
+        self._drafts: list[float] = []
+        self._others: list[float] = []
+
+    def measure(self) -> None:
+        for length in (0, 1, 2, 3, self._drafter.config.num_draft_tokens):
+            found = decode(self._target, self._inputs, self._drafter, self._new_tokens, length=length, scheduling="full")
+            self._steps.setdefault(round(found["tokens_per_forward"]), []).append(found["verify"])
+            self._others.append(found["else"])
             if length:
-                drafts.append(found["draft"])
-    steps = {size: 1 / statistics.median(seconds) for size, seconds in points.items()}
-    return LoadProfile(steps, statistics.median(drafts)), statistics.median(others)
+                self._drafts.append(found["draft"])
+
+    @property
+    def profile(self) -> LoadProfile:
+        steps = {size: 1 / statistics.mean(seconds) for size, seconds in self._steps.items()}
+        return LoadProfile(steps, statistics.median(self._drafts))
+
+    @property
+    def overhead(self) -> float:
+        """Seconds of a round that are neither draft nor target."""
+        return statistics.median(self._others)
 
 
 def compare_rows(
@@ -94,15 +107,15 @@ def compare_rows(
     others = (list(prompts[rows:]) + list(prompts) * rows)[:rows]
     inputs = encode_prompts(tokenizer, others)
     decode(target, known, drafter, 4, length=2, scheduling="full")  # warms up
-    profile, overhead = profile_of_rows(target, drafter, known, max(8, new_tokens // 4))
     options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
     traces = record_traces(target, tokenizer, drafter, others, batch_size=rows, **options)
+    costs = RowCosts(target, drafter, known, max(8, new_tokens // 2))
     longest = drafter.config.num_draft_tokens
     settings: dict[str, dict[str, Any]] = {
         "plain": {"length": 0, "scheduling": "full"},
         "fixed 2": {"length": 2, "scheduling": "full"},
         f"fixed {longest}": {"scheduling": "full"},
-        "scheduled": {"scheduling": None, "load_profile": profile},
+        "scheduled": {"scheduling": None},
     }
     simulated = {
         "plain": {"mode": "plain"},
@@ -111,10 +124,13 @@ def compare_rows(
         "scheduled": {"mode": "presampled"},
     }
     real: dict[str, list[dict[str, float]]] = {name: [] for name in settings}
-    for number in range(passes if rows < 16 else 1):  # many texts need no second pass
+    for number in range(passes):  # costs and policies in turn, since the machine's speed drifts
+        costs.measure()
+        settings["scheduled"]["load_profile"] = costs.profile.live()
         order = list(settings) if number % 2 == 0 else list(settings)[::-1]
         for name in order:
             real[name].append(decode(target, inputs, drafter, new_tokens, **settings[name]))
+    profile, overhead = costs.profile, costs.overhead
     policies_found = {}
     for name, runs in real.items():
         expected = simulate(traces, profile, rows, drains=True, overhead_seconds=overhead, **simulated[name])
@@ -167,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--as-loaded", action="store_true", help="do not pack the target's linear layers")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--max-new-tokens", type=int, default=32)
-    parser.add_argument("--passes", type=int, default=2, help="real runs of each policy; one for 16 rows and more")
+    parser.add_argument("--passes", type=int, default=2, help="measurements of the costs and real runs of each policy")
     parser.add_argument("--load-prompts", type=int, default=2, help="prompts for the budgets under load")
     parser.add_argument("--pictures", type=Path, help="folder for the pictures")
     arguments = parser.parse_args(argv)

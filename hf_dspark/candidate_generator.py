@@ -30,6 +30,7 @@ logger = logging.get_logger(__name__)
 
 SCHEDULING_MODES = ("full", "threshold", "early_stop", "two_step", "presampled")
 
+_HOST_LIMIT = 20  # transformers' own `num_assistant_tokens`
 _UNPROJECTED_ROWS = 64  # captured states of a row that may wait to be projected together
 
 
@@ -86,8 +87,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
             logits_processor = RowProcessors(logits_processor, batch_size=1)
         self.drafter, self.processors, self.do_sample, self.max_length = drafter, logits_processor, do_sample, max_length
         self.block_limit = config.num_draft_tokens
-        if max_draft_tokens is not None:
-            self.block_limit = min(self.block_limit, max_draft_tokens)
+        if max_draft_tokens is not None and max_draft_tokens < self.block_limit:
+            if max_draft_tokens == _HOST_LIMIT:
+                logger.warning_once(
+                    f"The drafter drafts {self.block_limit} tokens, and `num_assistant_tokens` is {max_draft_tokens}, which is "
+                    "also what transformers sets where nothing is given: drafts end there. Pass a larger one to `generate`."
+                )
+            self.block_limit = max_draft_tokens
         # hidden_states[k + 1] is the output of decoder layer k, hidden_states[0] the embedding
         self.captured_states = [layer + 1 for layer in config.target_layer_ids]
         self.model_kwargs_overrides: dict[str, Any] = {"output_hidden_states": self.captured_states}
@@ -122,7 +128,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if profile is None or profile.is_flat:
             logger.warning_once(
                 "The drafter has no load profile, or one whose steps all cost the same: every drafted token will be verified. "
-                "Set `drafter.load_profile = LoadProfile.measure(target)` to let the machine's cost decide."
+                "Set `drafter.load_profile = LoadProfile.measure(target, drafter)` to let the machine's cost decide."
             )
             return "full"
         if drafter.confidence_head is None:
@@ -245,7 +251,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """
         limits = [min(limit, self.block_limit) for limit in limits]
         longest = max(limits)
-        pauses = self.profitability is not None and longest > 0 and not self.profitability.should_draft()
+        pauses = self.profitability is not None and longest > 0 and not self.profitability.should_draft(len(sequences))
         self._drafted = longest > 0 and not pauses
         self._promised = 0.0
         if not self._drafted:
@@ -461,13 +467,17 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._promised = float((scheduling.survival(confidence) * (places < lengths[:, None])).sum())
         return lengths
 
-    def book(self, scheduled: list[int], accepted: list[int], committed: list[int | None]) -> None:
+    def book(
+        self, scheduled: list[int], accepted: list[int], committed: list[int | None], room: list[int] | None = None
+    ) -> None:
         """Enters a verified round in the statistics, in a live load profile and in the account of whether drafting pays.
 
         Args:
             scheduled (list of R `int`s): draft tokens of each row that were verified.
             accepted (list of R `int`s): how many of them the target agreed with.
             committed (list of R `int`s or `None`): by how many tokens the row has grown; `None` if it had finished before.
+            room (list of R `int`s, *optional*): by how many it may still grow, 0 once it has ended; only where no other row
+                takes its place.
         """
         rows, verified = len(scheduled), sum(scheduled)
         if rows > 1 and not self.packs:
@@ -477,9 +487,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
             if new is not None:
                 self.statistics.count(length, agreed, new)
         self._feed_profile(rows, verified)
-        if self._drafted and self.profitability is not None:
-            grown = [new for new in committed if new is not None]
-            self.profitability.record(rows, len(grown), verified, sum(accepted), sum(grown), self._promised)
+        going = [place for place, new in enumerate(committed) if new is not None]
+        if self._drafted and going and self.profitability is not None:
+            grown = [committed[place] for place in going]
+            left = None if room is None else [room[place] for place in going]
+            self.profitability.record(rows, verified, sum(accepted), grown, self._promised, left)
 
     def _feed_profile(self, rows: int, verified: int) -> None:
         """Tells a live load profile what the round took; the first one, whose beginning nobody has noted, is left out."""

@@ -149,7 +149,7 @@ def generate(
     if prompt not in (None, "-") and file is not None:
         raise typer.BadParameter("give either a prompt or --file, not both.")
     if file is not None:
-        prompt = file.read_text(encoding="utf-8")
+        prompt = _read_text(file)
     elif prompt in (None, "-"):
         if prompt is None and sys.stdin.isatty():
             raise typer.BadParameter("give a prompt, --file, or a text on stdin.")
@@ -405,7 +405,9 @@ def evaluate(
     draft_model = drafter_by_name(drafter, model)
     results = []
     if not json_output:
-        print(f"{'':<5} {'prompts':<12} {'tau':>5}  {'acceptance by position, given those before':<44}   ECE   AUC  text")
+        print(
+            f"{'':<5} {'prompts':<12} {'tau':>5}  {'acceptance by position, given those before':<44}   ECE (chance)   AUC  text"
+        )
     for row in run(
         model,
         tokenizer,
@@ -429,10 +431,10 @@ def evaluate(
 
 
 def _evaluation_line(row: dict) -> str:
-    """One row of `evaluate` for the terminal; ECE and AUC are those of the first position."""
+    """One row of `evaluate` for the terminal; ECE, also by chance, and AUC are those of the first position."""
     by_position = " ".join("   - " if e["conditional"] is None else f"{e['conditional']:.2f} " for e in row["reliability"])
     first = row["reliability"][0]
-    ece = f"{first['ece']:5.3f}" if first["blocks"] else "    -"
+    ece = f"{first['ece']:5.3f}  ({first['ece_by_chance']:5.3f})" if first["blocks"] else f"{'-':>5} {'':8}"
     auc = f"{first['auc']:5.2f}" if first.get("auc") is not None else "    -"
     match = ", ".join(f"{count} {name}" for name, count in row["match"].items())
     return f"{row['setting']:<5} {row['prompts'][:12]:<12} {row['tau']:>5.2f}  {by_position:<44} {ece} {auc}  {match}"
@@ -500,8 +502,9 @@ def calibrate(
         print(f"{name}, {values.num_samples} blocks")
         print(f"{'position':>8} {'temperature':>12} {'offset':>7} {'ECE before':>11} {'after':>7}")
         rows = zip(values.temperatures, values.offsets, values.ece_before, values.ece_after, strict=True)
-        for position, row in enumerate(rows, start=1):
-            print("{:>8} {:>12.2f} {:>+7.2f} {:>11.3f} {:>7.3f}".format(position, *row))
+        for position, (divisor, offset, *errors) in enumerate(rows, start=1):
+            before, after = ("-" if error is None else f"{error:.3f}" for error in errors)
+            print(f"{position:>8} {divisor:>12.2f} {offset:>+7.2f} {before:>11} {after:>7}")
     print(f"Drafter saved to {output}.")
 
 
@@ -535,12 +538,19 @@ def card(
         license=license,
         datasets=dataset or (),
         training=training_facts(drafter),
-        notes="" if notes is None else notes.read_text(encoding="utf-8"),
+        notes="" if notes is None else _read_text(notes),
     )
     path = drafter / "README.md"
     write_text(path, str(content))
     own.complete_folder(drafter)
     print(json.dumps({"output": str(path)}) if json_output else f"Card written to {path}.")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be text in UTF-8, got other bytes ({error}). Convert it.") from error
 
 
 def _read_results(path: Path) -> list[dict]:

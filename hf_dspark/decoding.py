@@ -97,7 +97,8 @@ def dspark_decoding(
         ]
         outcome = batch.round(sequences, running, limits)
         committed = _commit(rows, outcome, running, forward)
-        generator.book(outcome.lengths, outcome.accepted, committed)
+        room = [rows.max_length - len(rows.sequences[row]) if row in rows.active else 0 for row in running]
+        generator.book(outcome.lengths, outcome.accepted, committed, room)
         _report(drafter, rows, running, outcome, committed)
         if rows.active:
             batch.observe(outcome)

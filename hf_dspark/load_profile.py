@@ -317,7 +317,7 @@ class LoadProfile:
                     attention_mask=torch.ones_like(prompt),
                     assistant_model=drafter,
                     max_new_tokens=_DRAFT_RUN,
-                    min_new_tokens=_DRAFT_RUN,  # random text may end before anything is drafted
+                    eos_token_id=None,  # random text may end before anything is drafted; a minimum would be a processor
                     do_sample=False,
                 )
         finally:

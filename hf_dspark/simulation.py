@@ -155,7 +155,7 @@ def read_traces(path: str | Path) -> list[Trace]:
         ValueError: a line is no trace, or there is none; the message names the line.
     """
     traces = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
         try:
             content = json.loads(line)
             traces.append(Trace(content["tokens"], [TracedBlock(**block) for block in content["blocks"]]))
@@ -277,6 +277,7 @@ def simulate(
     else:
         drawn = [dice.choice(traces) for _ in range(concurrency)]
         rows = [_Row(trace, dice.randrange(trace.tokens), trace.tokens) for trace in drawn]
+    most = max(row.end for row in rows)
     older: list[torch.Tensor] = []  # confidences of the two latest drafted rounds, a row per request
     counts = dict.fromkeys(("rounds", "drafts", "tokens", "verified", "accepted", "cycles"), 0)
     seconds = 0.0
@@ -286,15 +287,13 @@ def simulate(
             max(0, min(limit, len(block.confidence), row.end - row.at - 1)) for row, block in zip(rows, blocks, strict=True)
         ]
         lengths, promised = [0] * len(rows), 0.0
-        drafts = mode != "plain" and max(room) > 0 and (account is None or account.should_draft())
+        drafts = mode != "plain" and max(room) > 0 and (account is None or account.should_draft(len(rows)))
         if drafts:
             lengths, promised = _lengths(mode, blocks, room, profile, account, older, limit, threshold, threshold_on)
         batch_tokens = len(rows) + sum(lengths)
         spent = profile.round_seconds if drafts else profile.step_seconds
         seconds += overhead_seconds + spent(batch_tokens, len(rows))
         accepted = [min(length, block.accepted) for length, block in zip(lengths, blocks, strict=True)]
-        if drafts and account is not None:
-            account.record(len(rows), len(rows), sum(lengths), sum(accepted), len(rows) + sum(accepted), promised)
         counts["rounds"] += 1
         counts["drafts"] += drafts
         counts["tokens"] += len(rows) + sum(accepted)
@@ -303,6 +302,9 @@ def simulate(
         counts["cycles"] += len(rows)
         for row, kept in zip(rows, accepted, strict=True):
             row.at += kept + 1
+        if drafts and account is not None:
+            left = [most - row.at if row.at < row.end else 0 for row in rows] if drains else None  # it cannot know their ends
+            account.record(len(rows), sum(lengths), sum(accepted), [kept + 1 for kept in accepted], promised, left)
         going = [place for place, row in enumerate(rows) if row.at < row.end]
         if len(going) < len(rows):
             if drains:

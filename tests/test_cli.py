@@ -293,6 +293,16 @@ def test_calibrate(folder, tmp_path, monkeypatch, capsys):
     assert "--sts" in failure(monkeypatch, capsys, *arguments, "--temperature", 0)
 
 
+def test_calibrate_on_blocks_that_are_all_short(folder, tmp_path):
+    """Positions that no block reaches have a calibration, that of the one before, and no error to tell."""
+    arguments = ["calibrate", "--prompts", folder / "prompts.jsonl", *pair_options(folder)]
+    arguments += ["--max-new-tokens", 4, "--output", tmp_path / "calibrated"]
+    lines = invoke(*arguments).splitlines()
+    assert [line.split()[-2:] for line in lines if line.split()[:1] == ["5"]] == [["-", "-"]] * 2
+    printed = invoke(*arguments, "--json").splitlines()[-1]
+    assert "NaN" not in printed and json.loads(printed)["greedy"]["ece_after"][-1] is None
+
+
 def test_card(folder, tmp_path):
     drafter, results = tmp_path / "my-drafter", tmp_path / "results.json"
     shutil.copytree(folder / "drafter", drafter)
@@ -375,6 +385,10 @@ def test_failures_say_one_line(folder, answers, tmp_path, monkeypatch, capsys):
     assert "the prompt is empty" in fails("generate", " ", *pair_options(folder))
     assert str(nowhere) in fails("generate", "w7", "--target", target, "--drafter", nowhere)
     assert str(nowhere) in fails("generate", "--file", nowhere)
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("café".encode("latin-1"))
+    assert f"{latin} must be text in UTF-8" in fails("generate", "--file", latin)
+    assert f"{latin} must be text in UTF-8" in fails(*card, "--notes", latin)
     assert not output.exists()
 
 

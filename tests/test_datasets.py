@@ -63,6 +63,12 @@ def test_what_a_name_says(name, expected, monkeypatch):
     assert seen == [expected]
 
 
+def test_a_name_without_a_split_behind_its_colon(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=None))
+    with pytest.raises(ValueError, match="NAME:CONFIGURATION:SPLIT, got 'user/set:'"):
+        list(read_prompts("user/set:"))
+
+
 def test_without_the_package(tmp_path, monkeypatch):
     plain_import = builtins.__import__
 

@@ -62,10 +62,10 @@ def test_rounds(target, drafter, cases, index, monkeypatch):
         proposed.append([] if block is None else block.tokens[0].tolist())
         return block
 
-    def recording_book(self, lengths, agreed, committed):
+    def recording_book(self, lengths, agreed, *others):
         scheduled.extend(lengths)
         accepted.extend(agreed)
-        book(self, lengths, agreed, committed)
+        book(self, lengths, agreed, *others)
 
     monkeypatch.setattr(DSparkCandidateGenerator, "propose", recording_propose)
     monkeypatch.setattr(DSparkCandidateGenerator, "book", recording_book)

@@ -168,7 +168,7 @@ def test_a_crowded_machine_shortens_drafts_and_a_calm_one_lengthens_them(clock):
     drafter.confidence_head.proj.bias.data.fill_(3.0)
     # What the forwards take when nobody else is there; the profile has been measured then.
     calm = {rows * size: seconds for size, seconds in {1: 0.0100, 2: 0.0102, 6: 0.0110, 30: 0.0160}.items()}
-    measured = LoadProfile({size: 1 / seconds for size, seconds in calm.items()}, draft_seconds=0.001)
+    measured = LoadProfile({1: 300.0} | {size: 1 / seconds for size, seconds in calm.items()}, draft_seconds=0.001)
     drafter.load_profile = measured.live()
     crowded = [False]
 

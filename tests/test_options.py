@@ -1,5 +1,6 @@
 """Every option of `generate` means the same with a drafter as without: processors, stops, streams, outputs, caches."""
 
+import logging
 import re
 from types import SimpleNamespace
 
@@ -549,6 +550,17 @@ def test_num_assistant_tokens(target, drafter, inputs, cap):
     options = {"num_assistant_tokens": cap}
     assert torch.equal(generate(target, inputs, drafter, **options), generate(target, inputs))
     assert [count > 0 for count in drafter.statistics.scheduled_per_position] == [k < cap for k in range(5)]
+
+
+def test_a_block_beyond_the_default_of_transformers(target, inputs, caplog):
+    logging.Logger.warning_once.cache_clear()
+    drafter = tiny_drafter(target, block_size=22, sample_from_anchor=True)
+    drafter.load_profile = None
+    assert torch.equal(generate(target, inputs, drafter, max_new_tokens=30), generate(target, inputs, max_new_tokens=30))
+    assert "drafts 22 tokens, and `num_assistant_tokens` is 20" in caplog.text
+    assert drafter.statistics.scheduled_per_position[19] > 0 == drafter.statistics.scheduled_per_position[20]
+    generate(target, inputs, drafter, max_new_tokens=30, num_assistant_tokens=22)
+    assert drafter.statistics.scheduled_per_position[20] > 0
 
 
 # ---- what cannot be exact is refused ----

@@ -117,7 +117,7 @@ def test_the_text_of_packed_rows(kind, lengths):
 def test_models_from_elsewhere_are_padded(monkeypatch):
     """And are priced so: the padding is paid for."""
     paid = []
-    monkeypatch.setattr(Profitability, "record", lambda self, rows, going, verified, *_: paid.append(rows + verified))
+    monkeypatch.setattr(Profitability, "record", lambda self, rows, verified, *_: paid.append(rows + verified))
     target = tiny_target()
     target.__class__ = OfAUser
     drafter = tiny_drafter(target)

@@ -14,6 +14,7 @@ from hf_dspark.evaluation import (
     Block,
     Calibration,
     draw_evaluation,
+    error_by_chance,
     evaluate,
     expected_calibration_error,
     fit_calibration,
@@ -49,11 +50,21 @@ def test_calibration_error_by_hand():
     assert math.isnan(expected_calibration_error(np.array([]), np.array([])))
 
 
+def test_the_error_by_chance_is_that_of_right_promises_and_falls_with_their_number():
+    promised = np.random.default_rng(1).random(20_000)
+    dice = np.random.default_rng(2)
+    found = [expected_calibration_error(promised[:500], dice.random(500) < promised[:500]) for _ in range(200)]
+    assert error_by_chance(promised[:500]) == pytest.approx(np.mean(found), rel=0.05)
+    assert error_by_chance(promised[:500]) > 2.5 * error_by_chance(promised[:5000]) > 4.5 * error_by_chance(promised)
+    assert error_by_chance(np.ones(10)) == 0
+
+
 def test_honest_confidences_are_found_honest():
     rows = reliability(simulated_blocks(), 5)
     assert [row["position"] for row in rows] == [1, 2, 3, 4, 5]
     for row in rows:
-        assert row["ece"] < 0.03 and abs(row["promised"] - row["survival"]) < 0.03
+        assert row["ece"] < 1.7 * row["ece_by_chance"] < 0.03
+        assert abs(row["promised"] - row["survival"]) < 0.03
         assert 0.65 < row["auc"] < 0.95 and 0 < row["brier"] < 0.25
     survivals = [row["survival"] for row in rows]
     assert survivals == sorted(survivals, reverse=True)

@@ -243,7 +243,7 @@ def test_rows_draft_as_if_alone(pauses, monkeypatch):
     alone = {request.id: run(ServingLoop(target, drafter), {request: 0})[request.id] for request in requests}
     if pauses:
         asked = itertools.cycle([True, False, False, True, False, False, False, True])
-        monkeypatch.setattr(Profitability, "should_draft", lambda self: next(asked))
+        monkeypatch.setattr(Profitability, "should_draft", lambda self, rows: next(asked))
         monkeypatch.setattr(DSparkCandidateGenerator, "_choose_mode", lambda self: "presampled")
         monkeypatch.setattr(DSparkCandidateGenerator, "_schedule", lambda self, confidence, room: room)
     events = run(loop := ServingLoop(target, drafter, 3), {request: 2 * number for number, request in enumerate(requests)})
@@ -484,6 +484,7 @@ def test_memory_is_flat(monkeypatch):
                 assert rows == len(loop._running) and (slots <= 32 or number < 6)
         if number % 100 == 99:
             assert loop._batch is None and not loop._live and not loop._waiting and not loop._cancelled
+            del stored
             gc.collect()
             alive.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
     assert alive[0] == alive[1]

@@ -12,6 +12,7 @@ from tiny_tokenizer import text, tiny_tokenizer
 
 from hf_dspark import LoadProfile, scheduling
 from hf_dspark.evaluation import draw_simulation
+from hf_dspark.profitability import Profitability
 from hf_dspark.simulation import (
     MODES,
     Trace,
@@ -106,6 +107,22 @@ def test_drafts_that_never_pay_are_paused(traces):
     assert result.throughput > 0.95 * simulate(hopeless, dear, 1, "plain", rounds=300).throughput
 
 
+def test_the_account_of_a_draining_batch_does_not_know_where_answers_end(monkeypatch):
+    """As in `generate`: to the account a short answer may go on for as long as the others."""
+    short, long = (Trace(tokens, [TracedBlock(0, [0.9] * K, K)]) for tokens in (2 * K, 90))
+    rooms = []
+    record = Profitability.record
+    monkeypatch.setattr(Profitability, "record", lambda *args: rooms.append(args[-1]) or record(*args))
+    simulate([short, long], SMOOTH, 2, "full", drains=True)
+    assert not rooms  # every draft verified, and no account
+    simulate([short, long], SMOOTH, 2, drains=True)
+    assert rooms[0] == [90 - K - 1] * 2
+    assert [0, 90 - 2 * (K + 1)] in rooms and len(rooms[-1]) == 1
+    rooms.clear()
+    simulate([short, long], SMOOTH, 2, rounds=20)
+    assert set(rooms) == {None}
+
+
 def test_files(tmp_path, traces):
     path = tmp_path / "traces.jsonl"
     write_traces(traces, path)
@@ -117,6 +134,14 @@ def test_files(tmp_path, traces):
             read_traces(path)
     path.write_text("")
     with pytest.raises(ValueError, match="must hold a trace"):
+        read_traces(path)
+
+
+def test_a_file_in_another_encoding(tmp_path, traces):
+    path = tmp_path / "traces.jsonl"
+    write_traces(traces[:1], path)
+    path.write_bytes(path.read_bytes() + b'"caf\xe9"\n')
+    with pytest.raises(ValueError, match=r"traces\.jsonl, line 2: expected a trace"):
         read_traces(path)
 
 

@@ -971,9 +971,9 @@ def kill(model):
     raise Killed
 
 
-def resumable_run(target, data_file, folder, **options):
+def resumable_run(target, data_file, folder, resume=True, **options):
     """Eight steps, four an epoch, with a checkpoint after three and after six; goes on from the last one."""
-    settings = {"num_hidden_layers": 1, "block_size": 4, "markov_rank": 4, "draft_vocab_size": 20, "resume": True}
+    settings = {"num_hidden_layers": 1, "block_size": 4, "markov_rank": 4, "draft_vocab_size": 20, "resume": resume}
     options |= {"save_strategy": "steps", "save_steps": 3, "num_anchors": 3, "lr_scheduler_type": "cosine"}
     args = arguments(folder, max_steps=8, per_device_train_batch_size=12, **options)
     return train_drafter(target, tiny_tokenizer(), [data_file], args, validation_examples=0, **settings)[0]
@@ -990,6 +990,8 @@ def test_a_killed_run_goes_on_where_it_was(optimizer, target, data_file, tmp_pat
     newest = tmp_path / "killed/checkpoint-6"
     assert last_checkpoint(tmp_path / "killed") == str(newest)
     assert not (tmp_path / "killed/model.safetensors").exists()
+    with pytest.raises(ValueError, match=r"holds checkpoints of an earlier run \(checkpoint-6\)"):
+        resumable_run(target, data_file, tmp_path / "killed", optimizer=optimizer, resume=False)
     unfinished = tmp_path / "killed/checkpoint-7"  # killed again while it wrote this one
     unfinished.mkdir()
     (unfinished / "model.safetensors").write_bytes(b"torn")

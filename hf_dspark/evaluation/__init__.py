@@ -3,7 +3,7 @@
 from .calibration import Calibration, fit_calibration, set_calibration
 from .comparison import Comparison, compare, encode_prompts, first_difference, match_texts, summarise, without_padding
 from .pictures import draw_evaluation, draw_simulation
-from .reliability import Block, expected_calibration_error, recorded_blocks, reliability, threshold_sweep
+from .reliability import Block, error_by_chance, expected_calibration_error, recorded_blocks, reliability, threshold_sweep
 from .rollouts import SETTINGS, evaluate, read_prompt_sets, roll_out
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "draw_evaluation",
     "draw_simulation",
     "encode_prompts",
+    "error_by_chance",
     "evaluate",
     "expected_calibration_error",
     "first_difference",

@@ -33,15 +33,16 @@ class Calibration:
         temperatures (`list[float]` of length K): c_k = σ(logit_k / temperature_k + offset_k).
         dataset (`str`): what they were fitted on.
         num_samples (`int`): blocks.
-        ece_before, ece_after (`list[float]` of length K): expected calibration error of c_1 ⋯ c_k, on the same blocks.
+        ece_before, ece_after (`list[float | None]` of length K): expected calibration error of c_1 ⋯ c_k, on the same blocks;
+            `None` where no block is that long.
         offsets (`list[float]` of length K, *optional*): 0 when not given.
     """
 
     temperatures: list[float]
     dataset: str
     num_samples: int
-    ece_before: list[float]
-    ece_after: list[float]
+    ece_before: list[float | None]
+    ece_after: list[float | None]
     offsets: list[float] | None = None
 
     def save(self, path: str | Path) -> None:
@@ -129,14 +130,14 @@ def fit_calibration(blocks: Sequence[Block], drafter: DSparkDraftModel, dataset:
     if not blocks:
         raise ValueError("no draft was recorded; let the target answer more, or longer.")
     found: list[tuple[float, float]] = []  # slope, which is 1 / temperature, and offset
-    before: list[float] = []
-    after: list[float] = []
+    before: list[float | None] = []
+    after: list[float | None] = []
     for position in range(drafter.config.num_draft_tokens):
         long = [block for block in blocks if len(block.confidence) > position]
         if not long:
             found.append(found[-1])
-            before.append(math.nan)
-            after.append(math.nan)
+            before.append(None)
+            after.append(None)
             continue
         confidence = np.array([block.confidence[: position + 1] for block in long]).clip(1e-6, 1 - 1e-6)
         logits = np.log(confidence / (1 - confidence))

@@ -89,6 +89,20 @@ def expected_calibration_error(promised: np.ndarray, kept: np.ndarray, bins: int
     return float(np.abs(gaps).sum() / len(promised))
 
 
+def error_by_chance(promised: np.ndarray, draws: int = 100) -> float:
+    """The calibration error that right promises would show on the average: the fewer outcomes, the further a bin's mean is off.
+
+    Args:
+        promised (`np.ndarray` of shape `(N,)`): probabilities, taken to be right and independent.
+        draws (`int`, defaults to 100): simulated sets of N outcomes, always the same.
+
+    Returns:
+        `float`: mean of [`expected_calibration_error`] over them.
+    """
+    dice = np.random.default_rng(0)
+    return float(np.mean([expected_calibration_error(promised, dice.random(len(promised)) < promised) for _ in range(draws)]))
+
+
 def survival_promises(blocks: Sequence[Block], position: int) -> tuple[np.ndarray, np.ndarray]:
     """a_k = ∏_{i≤k} c_i and whether the first k tokens survived, for the blocks that have as many; k counts from 1."""
     long = [block for block in blocks if len(block.confidence) >= position]
@@ -106,8 +120,9 @@ def reliability(blocks: Sequence[Block], num_draft_tokens: int) -> list[dict[str
 
     Returns:
         `list[dict]` of K: `position`, `blocks`, `survival` (share of blocks that survive to it), `promised` (mean a_k),
-        `ece` and `brier` of the prefix survival a_k, `auc` (ROC; `None` where all blocks end alike), and `conditional`,
-        the acceptance at this position given that those before it were accepted (`None` where none were).
+        `ece` and `brier` of the prefix survival a_k, `ece_by_chance` ([`error_by_chance`]), `auc` (ROC; `None` where all blocks
+        end alike), and `conditional`, the acceptance at this position given that those before it were accepted (`None` where
+        none were).
     """
     from sklearn.metrics import brier_score_loss, roc_auc_score
 
@@ -126,6 +141,7 @@ def reliability(blocks: Sequence[Block], num_draft_tokens: int) -> list[dict[str
                 "survival": float(kept.mean()),
                 "promised": float(promised.mean()),
                 "ece": expected_calibration_error(promised, kept),
+                "ece_by_chance": error_by_chance(promised),
                 "brier": float(brier_score_loss(kept, promised)),
                 "auc": float(roc_auc_score(kept, promised)) if mixed else None,
             }

@@ -72,7 +72,10 @@ def _rows(name: str) -> Iterator[tuple[str, Any, str]]:
             f"{name} is not a file, and reading it as a data set needs the package datasets: pip install 'hf-dspark[datasets]'."
         ) from error
     # A colon inside brackets belongs to a split such as train[:1000].
-    repo, config, split = re.fullmatch(r"([^:]*)(?::([^:\[]+)(?=:))?(?::(.+))?", name).groups()
+    parts = re.fullmatch(r"([^:]+)(?::([^:\[]+)(?=:))?(?::(.+))?", name)
+    if parts is None:
+        raise ValueError(f"a data set is named as NAME, NAME:SPLIT or NAME:CONFIGURATION:SPLIT, got {name!r}.")
+    repo, config, split = parts.groups()
     for number, row in enumerate(load_dataset(repo, config, split=split or "train")):
         record = {column: value for column, value in row.items() if value is not None}
         yield f"row {number}", record, f"columns {', '.join(record)}"

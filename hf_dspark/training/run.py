@@ -69,9 +69,16 @@ def train_drafter(
         `tuple[DSparkDraftModel, DSparkTrainer]`: the drafter, in evaluation mode, and what trained it.
 
     Raises:
-        ValueError: no mask token can be found or the one given occurs in the text, or the data is not usable.
+        ValueError: no mask token can be found or the one given occurs in the text, the data is not usable, or the folder holds
+            checkpoints and `resume` is not given.
         FloatingPointError: the loss or a gradient was not finite, or the loss was far above the usual.
     """
+    checkpoint = last_checkpoint(args.output_dir)
+    if checkpoint is not None and not resume:  # it might have more steps than this run ever gets, and be taken for the last
+        raise ValueError(
+            f"{args.output_dir} holds checkpoints of an earlier run ({Path(checkpoint).name}). Pass `resume` (--resume) to go "
+            "on from there, or name another folder."
+        )
     set_seed(args.seed)
     examples = [
         example for path in data for example in read_examples(path, tokenizer, max_sequence_length, chat_template_kwargs)
@@ -84,7 +91,6 @@ def train_drafter(
         args = copy.copy(args)
         args.eval_strategy = IntervalStrategy.NO
 
-    checkpoint = last_checkpoint(args.output_dir) if resume else None
     if checkpoint is not None:
         # Shape, mask token and draft vocabulary of the run so far, even if the data has changed since.
         drafter = DSparkDraftModel.from_pretrained(checkpoint)
