@@ -4,10 +4,10 @@
 
 For R = 1, 4, 16 rows of the embedded default, greedy:
 1. drafts of some prompts, each verified to its end, give the traces;
-2. rounds of fixed draft lengths on other prompts give the seconds of a forward by its tokens, of a draft, and of all else, in
-   the very layout of R rows: a load profile for R;
-3. in turn with 2, those first prompts are answered for real, plainly, with fixed lengths and with the drafter's own schedule by
-   that profile, live as it is by default; and simulated.
+2. rounds of fixed draft lengths, for half as many tokens, give the seconds of a forward by its tokens, of a draft, and of all
+   else, in the very layout of these rows (other prompts are longer or shorter): a load profile for R;
+3. in turn with 2, the prompts are answered for real, plainly, with fixed lengths and with the drafter's own schedule by that
+   profile, live as it is by default; and simulated.
 
 What is compared is tokens per second behind the prefill. Beyond that, the budget of the real scheduler under loads of 1 … 256
 is taken from real rounds of one row, and servers of 1 … 256 requests are simulated from the traces, with the pictures that come
@@ -103,13 +103,12 @@ def compare_rows(
     target: Any, tokenizer: Any, drafter: DSparkDraftModel, prompts: Sequence[Any], rows: int, new_tokens: int, passes: int
 ) -> tuple[dict[str, Any], list[Trace]]:
     """Real and simulated throughput of R rows, by policy; and the traces."""
-    known = encode_prompts(tokenizer, (list(prompts) * rows)[:rows])
-    others = (list(prompts[rows:]) + list(prompts) * rows)[:rows]
-    inputs = encode_prompts(tokenizer, others)
-    decode(target, known, drafter, 4, length=2, scheduling="full")  # warms up
+    prompts = (list(prompts) * rows)[:rows]
+    inputs = encode_prompts(tokenizer, prompts)
+    decode(target, inputs, drafter, 4, length=2, scheduling="full")  # warms up
     options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
-    traces = record_traces(target, tokenizer, drafter, others, batch_size=rows, **options)
-    costs = RowCosts(target, drafter, known, max(8, new_tokens // 2))
+    traces = record_traces(target, tokenizer, drafter, prompts, batch_size=rows, **options)
+    costs = RowCosts(target, drafter, inputs, max(8, new_tokens // 2))
     longest = drafter.config.num_draft_tokens
     settings: dict[str, dict[str, Any]] = {
         "plain": {"length": 0, "scheduling": "full"},
