@@ -90,15 +90,10 @@ def dspark_decoding(
             batch.select_rows([forward.cache_rows.index(row) for row in rows.active])
         running = forward.cache_rows
         sequences = [rows.sequences[row] for row in running]
-        # A draft may fill the row up to max_length, less the target's own token.
-        limits = [
-            max(0, rows.max_length - len(ids) - 1) if row in rows.active else 0
-            for row, ids in zip(running, sequences, strict=True)
-        ]
+        limits = [max(0, rows.room(row) - 1) for row in running]  # less the target's own token
         outcome = batch.round(sequences, running, limits)
         committed = _commit(rows, outcome, running, forward)
-        room = [rows.max_length - len(rows.sequences[row]) if row in rows.active else 0 for row in running]
-        generator.book(outcome.lengths, outcome.accepted, committed, room)
+        generator.book(outcome.lengths, outcome.accepted, committed, [rows.room(row) for row in running])
         _report(drafter, rows, running, outcome, committed)
         if rows.active:
             batch.observe(outcome)

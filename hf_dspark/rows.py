@@ -100,6 +100,10 @@ class Rows:
             None if before is None else len(self.sequences[row]) - before for row, before in zip(running, lengths, strict=True)
         ]
 
+    def room(self, row: int) -> int:
+        """Tokens that a row may still get; 0 once it has ended."""
+        return self.max_length - len(self.sequences[row]) if row in self.active else 0
+
     def _stop(self, row: int, ids: Tensor, before: int, new: list[int]) -> int:
         """Length to which `ids` may stand: up to the first new token at which the row stops, if there is one."""
         scores = self._records.get("scores")

@@ -352,7 +352,7 @@ class ServingLoop:
         sample = any(row.request.do_sample for row in rows)
         processors = RowProcessors.joined([row.law if sample else row.processors for row in rows])
         batch.generator.decode_with(processors, sample)
-        limits = [max(0, row.text.max_length - len(row.ids) - 1) for row in rows]  # less the target's own token
+        limits = [max(0, row.text.room(0) - 1) for row in rows]  # less the target's own token
         outcome = batch.round([row.ids for row in rows], list(range(len(rows))), limits)
 
         committed: list[int | None] = []
