@@ -37,7 +37,8 @@ def main(arguments: list[str] | None = None) -> None:
         found[name] = fit_calibration(blocks, drafter, dataset="example")
         print(f"{name}, {found[name].num_samples} blocks; expected calibration error by position, before and after:")
         for position, errors in enumerate(zip(found[name].ece_before, found[name].ece_after, strict=True), start=1):
-            print("{:>4} {:8.3f} {:8.3f}".format(position, *errors))
+            before, after = ("-" if error is None else f"{error:.3f}" for error in errors)  # no draft came that far
+            print(f"{position:>4} {before:>8} {after:>8}")
     set_calibration(drafter, **found)
     drafter.save_pretrained(args.output)
     print(f"Drafter saved to {args.output}.")

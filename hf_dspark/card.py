@@ -10,6 +10,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .configuration_dspark import DSparkConfig
+from .evaluation.rollouts import ALL
+from .formats import own, packaging_of
 from .modeling_dspark import DSparkDraftModel
 
 
@@ -41,7 +43,7 @@ def model_card(
     """
     config = drafter.config
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
-    measured = [row for row in results if row["prompts"] != "all"]
+    measured = [row for row in results if row["prompts"] != ALL]
     data = ModelCardData(
         language=None,
         license=license,
@@ -86,14 +88,17 @@ def model_card(
         '    add_generation_prompt=True,\n    return_dict=True,\n    return_tensors="pt",\n)\n'
         "output = target.generate(**inputs, assistant_model=drafter, max_new_tokens=128)\n"
         "print(tokenizer.decode(output[0], skip_special_tokens=True), drafter.statistics)\n```",
-        "Batches, sampling, streaming and every other option of `generate` stay as they are. A script that does not import "
-        "hf_dspark can use it too, where the package is installed and the two short Python files here are trusted:",
-        f'```python\noutput = target.generate(\n    **inputs,\n    max_new_tokens=128,\n    custom_generate="{name}",\n'
-        f'    assistant_model="{name}",\n    trust_remote_code=True,\n)\n```',
-        f'`AutoModel.from_pretrained("{name}", trust_remote_code=True)` gives the drafter itself.',
-        "## Serve",
-        _serving(config, name, base_model),
+        "Batches, sampling, streaming and every other option of `generate` stay as they are.",
     ]
+    if drafter.folder is None or packaging_of(drafter.folder)[0] is own:  # saved with the files that this needs
+        parts += [
+            "A script that does not import hf_dspark can use it too, where the package is installed and the two short Python "
+            "files here are trusted:",
+            f'```python\noutput = target.generate(\n    **inputs,\n    max_new_tokens=128,\n    custom_generate="{name}",\n'
+            f'    assistant_model="{name}",\n    trust_remote_code=True,\n)\n```',
+            f'`AutoModel.from_pretrained("{name}", trust_remote_code=True)` gives the drafter itself.',
+        ]
+    parts += ["## Serve", _serving(config, name, base_model)]
     if results:
         parts += ["## Measured", _table(results, config.num_draft_tokens)]
     parts += ["## Confidences and load", _scheduling(drafter)]
@@ -125,7 +130,9 @@ def training_facts(folder: Path) -> str:
     facts = [f"{state['global_step']:,} steps, {state['epoch']:.1f} passes over the text."]
     measured = [entry for entry in state["log_history"] if "eval_tau" in entry]
     if measured:
-        facts[0] += " The checkpoint with the highest τ on conversations kept out of training was saved."
+        # The host keeps the best value of the metric that chooses; by default that is the loss.
+        if state.get("best_metric") == max(entry["eval_tau"] for entry in measured):
+            facts[0] += " The checkpoint with the highest τ on conversations kept out of training was saved."
         shown = [measured[i * (len(measured) - 1) // 5] for i in range(6)] if len(measured) > 6 else measured
         facts += [
             "τ on those conversations, each token drafted behind the text's own:",

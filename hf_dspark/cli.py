@@ -7,6 +7,7 @@ and 2 where the command line itself is wrong.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
@@ -443,7 +444,7 @@ def _evaluation_line(row: dict) -> str:
 @app.command()
 def calibrate(
     prompts: Prompts,
-    output: Annotated[Path, typer.Option(help="Folder to save the calibrated drafter to; may be the drafter's own.")],
+    output: Annotated[Path, typer.Option(help="Folder to save the calibrated drafter to; may be its own folder.")],
     target: Target = "default",
     drafter: Drafter = "default",
     count: Count = None,
@@ -455,7 +456,8 @@ def calibrate(
 ) -> None:
     """Fit a drafter's confidences to what becomes of its drafts.
 
-    Greedy and sampled decoding are fitted apart, on rollouts, and saved with the drafter.
+    Greedy and sampled decoding are fitted apart, on rollouts, and saved with the drafter. What --temperature leaves out stays
+    as it was.
 
     \b
     Examples:
@@ -465,12 +467,20 @@ def calibrate(
     """
     from dataclasses import asdict
 
+    from .configuration_dspark import CALIBRATION_FIELDS
     from .evaluation import fit_calibration, read_prompt_sets, roll_out, set_calibration
+    from .formats import own, packaging_of
 
     require_extra("evaluate", "scipy")
     settings = _settings(temperature)
     if sts is not None and not any(options["do_sample"] for options in settings.values()):
         raise ValueError("`--sts` holds temperatures for sampling: give a --temperature above 0, or none for 0 and 1.")
+    stored = drafter_by_name(drafter)  # as it is on disk: what is loaded to run may be in another precision
+    if output.resolve() == stored.folder.resolve() and packaging_of(output)[0] is not own:
+        raise ValueError(
+            f"`--output` {output} holds the drafter in another packaging, which has no place for calibration. Name another "
+            "folder."
+        )
     model, tokenizer = target_by_name(target)
     draft_model = drafter_by_name(drafter, model)
     set_calibration(draft_model)
@@ -490,8 +500,14 @@ def calibrate(
                 )
             )
     found = {name: fit_calibration(drafts, draft_model, dataset=", ".join(sets)) for name, drafts in blocks.items()}
-    stored = drafter_by_name(drafter)  # as it is on disk: what was loaded to run may be in another precision
+    other = {  # of the way of decoding that was left out
+        name: getattr(stored.config, name)
+        for name in CALIBRATION_FIELDS
+        if ("greedy" if name.startswith("greedy_") else "sampled") not in found
+    }
     set_calibration(stored, **found)
+    for name, values in other.items():
+        setattr(stored.config, name, values)
     stored.save_pretrained(output)
     if sts is not None:
         fit_calibration(blocks["sampled"], draft_model, dataset=", ".join(sets), offsets=False).save(sts)
@@ -512,7 +528,9 @@ def calibrate(
 def card(
     drafter: Annotated[Path, typer.Option(help="Folder of the drafter; its README.md is written.")],
     base_model: Annotated[str, typer.Option(help="Repo id of the target.")],
-    name: Annotated[str | None, typer.Option(help="Title; the folder's name when not given.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Repo id it will have, user/my-drafter; the folder's name when not given.")
+    ] = None,
     results: Annotated[Path | None, typer.Option(help="JSON that `hf-dspark evaluate --output` wrote.")] = None,
     license: Annotated[str | None, typer.Option(help="Such as apache-2.0.")] = None,
     dataset: Annotated[list[str] | None, typer.Option(help="Repo id of training prompts; may be repeated.")] = None,
@@ -523,8 +541,8 @@ def card(
 
     \b
     Examples:
-      hf-dspark card --drafter my-drafter --base-model Qwen/Qwen3-4B \\
-        --results results.json --license apache-2.0
+      hf-dspark card --drafter my-drafter --name user/my-drafter \\
+        --base-model Qwen/Qwen3-4B --results results.json --license apache-2.0
     """
     from .card import model_card, training_facts
     from .formats import own
@@ -592,11 +610,16 @@ def push(
             repo_id=url.repo_id,
             folder_path=drafter,
             allow_patterns=["*.safetensors", "*.json", "*.md", "*.jinja", *own.CODE_FILES],
-            ignore_patterns=["checkpoint-*"],
+            ignore_patterns=["*/*.safetensors", "*/*.json", "*/*.md", "*/*.jinja"],  # checkpoints, cached states
             commit_message="Upload DSpark drafter",
         )
     except RuntimeError as error:  # of a file; the reason is what it was raised from
         raise OSError(f"{error} {error.__cause__ or ''} Nothing was committed; push again.") from error
+    readme = drafter / "README.md"
+    named = re.search(r'DSparkDraftModel\.from_pretrained\("([^"]+)"', _read_text(readme) if readme.is_file() else "")
+    if named is not None and named[1] != url.repo_id:
+        text = f"The card loads {named[1]!r}: write it again with `hf-dspark card --name {url.repo_id}`, and push again."
+        print(text, file=sys.stderr)
     print(json.dumps({"url": str(url)}) if json_output else url)
 
 

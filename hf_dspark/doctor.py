@@ -136,10 +136,11 @@ def _ratios_by_mode(traces: Sequence[Trace], profile: LoadProfile, drafter: DSpa
 
 def stated_acceptance(drafter: DSparkDraftModel) -> float | None:
     """Acceptance at position 1 in greedy decoding by the drafter's card, if there is one as `hf-dspark card` writes it."""
-    path = (drafter.folder or Path(drafter.name_or_path or "")) / "README.md"
-    if not path.is_file():
+    folder = drafter.folder or drafter.name_or_path
+    if not folder or not (path := Path(folder, "README.md")).is_file():
         return None
-    rows = re.findall(r"^\| T=0 \|[^|]*\| [\d.]+ \| ([\d.]+) \|", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    row = r"^\| T=0 \|(?! all \|)[^|]*\| [\d.]+ \| ([\d.]+) \|"
+    rows = re.findall(row, path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return sum(map(float, rows)) / len(rows) if rows else None
 
 

@@ -101,6 +101,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self.gradient_checkpointing = False
         self.load_profile: LoadProfile | None = None
         self._profile_along: LoadProfile | None = None  # that was loaded with the checkpoint
+        self._profile_set_aside: LoadProfile | None = None  # that one, where it is of another machine; saved all the same
         self.scheduling: str | None = None
         self.confidence_threshold = 0.5
         self.threshold_on = "conditional"
@@ -248,8 +249,9 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             written = any(staged.iterdir())  # not where another process writes
             if written:
                 write_code_files(staged)
-            if written and self.load_profile is not None:
-                self.load_profile.save(staged / LOAD_PROFILE_NAME)
+            profile = self.load_profile or self._profile_set_aside
+            if written and profile is not None:
+                profile.save(staged / LOAD_PROFILE_NAME)
         if push_to_hub and written:
             upload["max_shard_size"] = max_shard_size
             self.push_to_hub(repo_id or folder.resolve().name, **upload)  # type: ignore[arg-type]  # hidden by a wrapper
@@ -257,7 +259,8 @@ class DSparkDraftModel(DSparkPreTrainedModel):
     # ---- the target's embedding and LM head, by reference ----
 
     def bind(self, target: PreTrainedModel) -> None:
-        """Uses `target`'s embedding and LM head. Called by `generate`; a second call with the same target does nothing.
+        """Uses `target`'s embedding and LM head. Called by `generate`; a second call with the same target does nothing, unless
+        it has been moved to another device or dtype.
 
         Args:
             target (`PreTrainedModel`): a decoder-only causal language model.
@@ -266,7 +269,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             ValueError: the pair does not fit: vocabulary, hidden size or number of layers differ, or an embedding kept in the
                 drafter's file is not the target's.
         """
-        if self._target is None or self._target.model() is not target:
+        if self._target is None or self._target.model() is not target or self._target.moved:
             bound = _BoundTarget(target, self)
             if self._target_copies is not None:
                 self._target_copies.compare(target, self.draft_token_ids)
@@ -279,7 +282,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         profile = self.load_profile
         if profile is None or profile is not self._profile_along or not (differences := profile.differences(target)):
             return
-        self.load_profile = None
+        self.load_profile, self._profile_set_aside = None, profile
         logger.warning(
             "The load profile that came with the drafter was measured on something else and is not used: "
             + "; ".join(f"{name} {there!r} there, {here!r} here" for name, (there, here) in differences.items())
@@ -394,6 +397,15 @@ class _BoundTarget:
             self.row_head.weight = nn.Parameter(rows, requires_grad=False)
             if any(isinstance(module, PackedLinear) for module in drafter.modules()):  # packed like the drafter itself
                 self.row_head = PackedLinear(self.row_head, drafter.config.num_draft_tokens)
+
+    @property
+    def moved(self) -> bool:
+        """Whether the target has changed device or dtype, which the rows taken from its head did not follow."""
+        theirs = self.head.weight
+        if self.row_head is None or theirs.is_meta or not _is_plain(theirs):
+            return False
+        mine = self.row_head.weight
+        return (mine.device, mine.dtype) != (theirs.device, theirs.dtype)
 
     @torch.no_grad()
     def _rows(self, token_ids: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:

@@ -47,6 +47,7 @@ def build(stage: Stage, prompts: tuple[str, ...] = PROMPTS) -> gr.Blocks:
 
     def run_race(clicked, visitor, prompt, length, mode, verify):
         columns = "", ""
+        visitor.start(clicked)
         try:
             prompt, note = check_text(prompt, pair.tokenizer)
             states = race.run(stage, prompt, length, mode == "sampled", verify == "every drafted token")
@@ -58,6 +59,7 @@ def build(stage: Stage, prompts: tuple[str, ...] = PROMPTS) -> gr.Blocks:
 
     def look_inside(clicked, visitor, prompt):
         page = ""
+        visitor.start(clicked)
         try:
             prompt, note = check_text(prompt, pair.tokenizer)
             for passes in visitor.watch(clicked, block.record(stage, prompt)):

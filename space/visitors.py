@@ -41,6 +41,10 @@ class Visitor:
     def __init__(self) -> None:
         self.started = self.stopped = 0.0
 
+    def start(self, clicked: float) -> None:
+        """Start was clicked: what was clicked before is over, even if this click is refused."""
+        self.started = max(self.started, clicked)
+
     def watch(self, clicked: float, states: Generator[T]) -> Iterator[T]:
         """Passes on what a click of Start has set going, until it ends or another click ends it.
 
@@ -51,7 +55,7 @@ class Visitor:
         Raises:
             Stopped: it was a click of Stop.
         """
-        self.started = max(self.started, clicked)
+        self.start(clicked)
         with closing(states):
             for state in states:
                 if self.started > clicked:

@@ -11,7 +11,7 @@ from huggingface_hub.utils import validate_repo_id
 from packagings import GEMMA4, make_drafter, make_target
 from typer.main import get_command
 
-from hf_dspark import LoadProfile, cli
+from hf_dspark import DSparkDraftModel, LoadProfile, cli
 from hf_dspark.card import model_card, training_facts
 from hf_dspark.formats.export import export_checkpoint
 
@@ -82,6 +82,16 @@ def test_what_it_says_works(tmp_path, name):
     assert ("SGLang reads DeepSpec's form" in text) == (len(packagings) == 1)
 
 
+def test_files_that_are_not_there_are_not_promised(tmp_path):
+    export_checkpoint(make_drafter(), tmp_path / "deepspec", "deepspec", make_target())
+    drafter = DSparkDraftModel.from_pretrained(tmp_path / "deepspec")
+    text = model_card(drafter, "someone/drafter", "someone/target").text
+    assert "trust_remote_code" not in text and "Python files" not in text
+    drafter.save_pretrained(tmp_path / "own")
+    saved = DSparkDraftModel.from_pretrained(tmp_path / "own")
+    assert "trust_remote_code" in model_card(saved, "someone/drafter", "someone/target").text
+
+
 def _lines(block):
     return block.replace("\\\n", " ").splitlines()
 
@@ -113,6 +123,9 @@ def test_training_facts(tmp_path):
         state = {"global_step": step, "epoch": step / 40, "log_history": [{"step": 5, "loss": 1.0}, *history[: step // 10]]}
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
     facts = training_facts(tmp_path)
-    assert facts.startswith("80 steps, 2.0 passes over the text.")
+    assert facts.startswith("80 steps, 2.0 passes over the text.\n")
+    for best, told in ((1.8, True), (0.9, False)):  # of τ; of the loss
+        (tmp_path / "checkpoint-80" / "trainer_state.json").write_text(json.dumps(state | {"best_metric": best}))
+        assert ("with the highest τ on conversations kept out of training was saved" in training_facts(tmp_path)) == told
     rows = [line for line in facts.splitlines() if line.startswith("| ") and "step" not in line]
     assert len(rows) == 6 and rows[0] == "| 10 | 0.2 | 1.10 | 1.12 |" and rows[-1] == "| 80 | 2.0 | 1.80 | 2.00 |"

@@ -517,6 +517,22 @@ def test_copies_are_compared_once(tmp_path, target, monkeypatch):
     assert opened == [tmp_path / "d" / "model.safetensors"] * 2  # embedding and head
 
 
+def test_rows_of_the_head_follow_the_target():
+    """A reduced vocabulary has a copy of them, which nothing else would move or cast."""
+    target, drafter = make_target(), make_drafter(draft_vocab_size=20)
+    drafter.set_draft_vocabulary(torch.arange(10, 30))
+    drafter.bind(target)
+    bound = drafter.bound_target
+    drafter.bind(target)
+    assert drafter.bound_target is bound
+    target.to(torch.bfloat16)
+    drafter.bind(target)
+    hidden = torch.randn(3, HIDDEN)
+    expected = hidden.bfloat16() @ target.get_output_embeddings().weight[10:30].T
+    assert torch.equal(drafter.base_logits(hidden), expected.float())
+    assert not torch.equal(bound.base_logits(hidden), expected.float())
+
+
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16])
 def test_a_target_in_another_dtype_is_the_same_target(tmp_path, stored, loaded):

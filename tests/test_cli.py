@@ -292,6 +292,19 @@ def test_calibrate(folder, tmp_path, monkeypatch, capsys):
     assert len(json.loads((tmp_path / "sts.json").read_text())["temperatures"]) == 5
     assert "--sts" in failure(monkeypatch, capsys, *arguments, "--temperature", 0)
 
+    again = ["calibrate", "--prompts", folder / "prompts.jsonl", "--target", folder / "target", "--max-new-tokens", 8]
+    again += ["--drafter", tmp_path / "calibrated", "--output", tmp_path / "calibrated"]
+    invoke(*again, "--temperature", 0)
+    changed = DSparkDraftModel.from_pretrained(tmp_path / "calibrated").config
+    assert changed.calibration(greedy=True) != config.calibration(greedy=True)
+    assert changed.calibration(greedy=False) == config.calibration(greedy=False)
+    foreign = tmp_path / "foreign"
+    invoke("convert", tmp_path / "calibrated", foreign, "--to", "speculators", "--target", folder / "target")
+    before = {path: path.read_bytes() for path in foreign.iterdir()}
+    message = failure(monkeypatch, capsys, *again[:-4], "--drafter", foreign, "--output", foreign)
+    assert "in another packaging, which has no place for calibration" in message
+    assert {path: path.read_bytes() for path in foreign.iterdir()} == before
+
 
 def test_calibrate_on_blocks_that_are_all_short(folder, tmp_path):
     """Positions that no block reaches have a calibration, that of the one before, and no error to tell."""

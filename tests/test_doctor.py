@@ -121,6 +121,7 @@ def test_what_the_card_states_is_the_measure(tmp_path):
             {"setting": setting, "prompts": name, "tau": 2.0, "reliability": [entry] * 5}
             for setting, name in (("T=0", "a"), ("T=0", "b"), ("T=1", "a"))
         ]
+        results.append(results[0] | {"prompts": "all", "reliability": [{"position": 1, "conditional": 0.9}] * 5})
         model_card(drafter, "mine", "user/target", results=results).save(tmp_path / "README.md")
         assert stated_acceptance(drafter) == pytest.approx(stated, abs=0.006)
         report, names = report_on(target, drafter)

@@ -94,6 +94,8 @@ def test_calibrate(folder, capsys, tmp_path):
     assert "greedy, " in capsys.readouterr().out
     config = DSparkDraftModel.from_pretrained(tmp_path / "calibrated").config
     assert config.calibration(greedy=True) != config.calibration(greedy=False) != (None, None)
+    run("calibrate", folder, "--prompts", prompts, "--max-new-tokens", 4, "--output", tmp_path / "short")
+    assert "   5        -        -" in capsys.readouterr().out
 
 
 def test_read_hub_drafter(folder, capsys):

@@ -272,17 +272,22 @@ def test_push_sends_the_folder(hub, models, tmp_path):
     del config["auto_map"]
     (folder / "config.json").write_text(json.dumps(config))
     invoke("card", "--drafter", folder, "--base-model", "someone/target", "--license", "mit")
-    (folder / "checkpoint-5").mkdir()
-    for stray in ("train.py", "optimizer.pt", "checkpoint-5/config.json", "checkpoint-5/model.safetensors"):
+    strays = ("train.py", "optimizer.pt", "checkpoint-5/config.json", "checkpoint-5/model.safetensors", "states/0.safetensors")
+    for stray in strays:
+        (folder / stray).parent.mkdir(exist_ok=True)
         (folder / stray).write_text("mine")
-    assert "/someone/my-drafter" in invoke("push", "--drafter", folder, "--repo-id", "someone/my-drafter")
-    for stray in ("train.py", "optimizer.pt", "checkpoint-5/config.json", "checkpoint-5/model.safetensors"):
+    printed = invoke("push", "--drafter", folder, "--repo-id", "someone/my-drafter")
+    assert "/someone/my-drafter" in printed
+    assert "The card loads 'my-drafter': write it again with `hf-dspark card --name someone/my-drafter`" in printed
+    for stray in strays:
         (folder / stray).unlink()
     (arrived,) = hub.repositories.values()
     assert_arrived(arrived, folder, DSparkDraftModel.from_pretrained(folder))
     assert arrived.keys() == {"README.md", "config.json", "model.safetensors", *own.CODE_FILES}
     assert json.loads(arrived["config.json"]) == config | {"auto_map": own.AUTO_MAP}
     assert {ModelCard(content).data.base_model for content in hub.cards} == {"someone/target"}
+    invoke("card", "--drafter", folder, "--base-model", "someone/target", "--name", "someone/my-drafter")
+    assert "The card loads" not in invoke("push", "--drafter", folder, "--repo-id", "someone/my-drafter")
 
 
 @lfs_warning

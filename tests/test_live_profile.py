@@ -277,6 +277,8 @@ def test_a_profile_from_elsewhere_is_used_only_when_asked_for(tmp_path, foreign)
     assert along.load_profile == drafter.load_profile
     along.bind(target)
     assert along.load_profile == (None if foreign else drafter.load_profile)
+    along.save_pretrained(tmp_path)  # what is of no use here is not lost to the machine it is of
+    assert LoadProfile.load(tmp_path / "load_profile.json") == drafter.load_profile
 
     asked = DSparkDraftModel.from_pretrained(tmp_path)
     asked.load_profile = LoadProfile.load(tmp_path / "load_profile.json")

@@ -224,5 +224,8 @@ def test_prompt_sets(tmp_path):
         read_prompt_sets([tmp_path])
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "a.jsonl").write_text('{"prompt": "four"}\n')
+    (tmp_path / "other" / "all.jsonl").write_text('{"prompt": "five"}\n')
+    with pytest.raises(ValueError, match=r"all\.jsonl: results over all files go by the name 'all'"):
+        read_prompt_sets([tmp_path / "other" / "all.jsonl"])
     with pytest.raises(ValueError, match=r"a\.jsonl: there is a file a\.jsonl before it"):
         read_prompt_sets([tmp_path / "a.jsonl", tmp_path / "other"])

@@ -21,6 +21,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+ALL = "all"  # name of the row over all sets
+
+
 def read_prompt_sets(paths: Sequence[str | Path], count: int | None = None) -> dict[str, list[list[dict[str, str]]]]:
     """Conversations to continue, by the name of their file.
 
@@ -32,7 +35,8 @@ def read_prompt_sets(paths: Sequence[str | Path], count: int | None = None) -> d
         `dict[str, list]`: messages of each conversation.
 
     Raises:
-        ValueError: a path holds no JSONL file, two files have one name, one is empty, or a line is not of that form.
+        ValueError: a path holds no JSONL file, two files have one name, one is called `all.jsonl`, one is empty, or a line is
+            not of that form.
     """
     sets = {}
     for path in map(Path, paths):
@@ -40,6 +44,8 @@ def read_prompt_sets(paths: Sequence[str | Path], count: int | None = None) -> d
         if not files:
             raise ValueError(f'{path}: no .jsonl file in this folder; name one with lines of {{"prompt": ...}}.')
         for file in files:
+            if file.stem == ALL:
+                raise ValueError(f"{file}: results over all files go by the name {ALL!r}; rename this one.")
             if file.stem in sets:
                 raise ValueError(f"{file}: there is a file {file.name} before it, and results go by that name; rename one.")
             sets[file.stem] = list(read_prompts(file))[:count]
@@ -131,7 +137,7 @@ def evaluate(
             rows += found
             all_blocks += blocks
         if len(prompt_sets) > 1:
-            yield _report(setting, "all", rows, all_blocks, drafter)
+            yield _report(setting, ALL, rows, all_blocks, drafter)
 
 
 def _report(

@@ -68,10 +68,13 @@ def start_drafter(drafter: DSparkDraftModel, target: PreTrainedModel, examples: 
 
 
 def _plain_rope(rope: dict | None) -> dict | None:
-    """The full-attention entry where a target has several."""
-    if rope is not None and "full_attention" in rope:
-        return dict(rope["full_attention"])
-    return None if rope is None else dict(rope)
+    """A target's rope for heads that are rotated whole: of several entries that of full attention."""
+    if rope is None:
+        return None
+    rope = dict(rope.get("full_attention", rope))
+    if rope.pop("partial_rotary_factor", 1.0) == 1.0:
+        return rope
+    return {"rope_type": "default", "rope_theta": rope["rope_theta"]}  # other kinds list factors for the part alone
 
 
 @torch.no_grad()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ from transformers.trainer_utils import IntervalStrategy
 from transformers.utils import logging
 
 from ..configuration_dspark import CALIBRATION_FIELDS
+from ..formats.files import LOAD_PROFILE_NAME
+from ..load_profile import LoadProfile
 from ..modeling_dspark import DSparkDraftModel
 from .data import most_used_tokens, read_examples, token_list
 from .initialization import config_for_target, start_drafter
@@ -52,8 +57,8 @@ def train_drafter(
             given.
         drafter ([`DSparkDraftModel`], *optional*): one to go on from instead of a new one.
         max_sequence_length (`int`, defaults to 1024): tokens per conversation.
-        validation_examples (`int`, defaults to 32): conversations set aside, the last ones after shuffling with the
-            seed, and a tenth of all at most; where that leaves none, nothing is evaluated.
+        validation_examples (`int`, defaults to 32): conversations set aside, or a tenth of all where that is less; a prompt
+            goes with all of its answers. Where that leaves none, nothing is evaluated.
         chat_template_kwargs (`dict`, *optional*): passed to the chat template.
         start (`bool`, defaults to `True`): whether a new drafter starts from the target's weights, from which token
             follows which in the answers, and from least squares on the target's states, see
@@ -84,16 +89,18 @@ def train_drafter(
         example for path in data for example in read_examples(path, tokenizer, max_sequence_length, chat_template_kwargs)
     ]
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(args.seed)).tolist()
-    examples = [examples[i] for i in order]
-    held_out = min(validation_examples, len(examples) // 10)
-    split = len(examples) - held_out
-    if not held_out:
+    apart = _held_out_prompts(examples, min(validation_examples, len(examples) // 10), args.seed)
+    examples = sorted((examples[i] for i in order), key=lambda example: _prompt_of(example) in apart)
+    split = sum(_prompt_of(example) not in apart for example in examples)
+    if not apart:
         args = copy.copy(args)
         args.eval_strategy = IntervalStrategy.NO
 
     if checkpoint is not None:
         # Shape, mask token and draft vocabulary of the run so far, even if the data has changed since.
         drafter = DSparkDraftModel.from_pretrained(checkpoint)
+        if (profile := Path(args.output_dir, LOAD_PROFILE_NAME)).is_file():  # measured since; a checkpoint has none
+            drafter.load_profile = LoadProfile.load(profile)
     new = drafter is None
     if drafter is not None:
         drafter.float()  # as files are, small steps would be rounded away; `bf16` and `fp16` of the arguments save time
@@ -109,18 +116,36 @@ def train_drafter(
             drafter.set_draft_vocabulary(most_used_tokens(examples[:split], drafter.config.draft_vocab_size, always))
     dataset: Any = examples
     if cache_folder is not None:
-        with args.main_process_first(desc="target states"):
-            dataset = cache_target_states(target, examples, drafter.config.target_layer_ids, cache_folder)
+        dataset = cache_target_states(target, examples, drafter.config.target_layer_ids, cache_folder)
     training: Any = Subset(dataset, range(split))
     validation = Subset(dataset, range(split, len(examples)))
     if new and start:
         start_drafter(drafter, target, training)
     trainer = DSparkTrainer(
-        drafter, target, args, train_dataset=training, eval_dataset=validation if held_out else None, processing_class=tokenizer
+        drafter, target, args, train_dataset=training, eval_dataset=validation if apart else None, processing_class=tokenizer
     )
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     return drafter.eval(), trainer
+
+
+def _prompt_of(example: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(example["input_ids"][: example["prompt_length"]])
+
+
+def _held_out_prompts(examples: list[dict[str, Any]], count: int, seed: int) -> set[tuple[int, ...]]:
+    """Prompts that have `count` answers together, or a few more.
+
+    They are chosen by a hash: when text is added and the run resumed, none that was trained on gets among them (as long as
+    `count` stays what it was).
+    """
+    answers = Counter(map(_prompt_of, examples))
+    chosen: set[tuple[int, ...]] = set()
+    for prompt in sorted(answers, key=lambda prompt: hashlib.sha256(json.dumps([seed, prompt]).encode()).digest()):
+        if sum(answers[one] for one in chosen) >= count or len(chosen) == len(answers) - 1:
+            break
+        chosen.add(prompt)
+    return chosen
 
 
 def last_checkpoint(folder: str | Path) -> str | None:

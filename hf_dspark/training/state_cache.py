@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -65,11 +66,13 @@ def cache_target_states(
 ) -> CachedExamples:
     """Runs the target over examples and stores the states that training reads; shards that exist are kept.
 
+    Where several processes train on a machine, each makes its share of the shards and waits for the others.
+
     Args:
         target (`PreTrainedModel`): the target.
         examples (list of `dict`): from [`~hf_dspark.training.data.read_examples`].
         layer_ids (`list[int]`): the drafter's `target_layer_ids`.
-        folder (`str` or `Path`): made if it does not exist.
+        folder (`str` or `Path`): made if it does not exist; every machine may have its own.
         batch_tokens (`int`, defaults to 4096): tokens of a forward, padding included.
         dtype (`torch.dtype`, defaults to `torch.float16`): of the stored states.
         progress (`bool`, defaults to `True`): whether to show a progress bar.
@@ -83,20 +86,33 @@ def cache_target_states(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with tqdm(total=len(examples), desc="target states", unit=" answers", disable=not progress) as bar:
-        for shard, start in enumerate(range(0, len(examples), _EXAMPLES_PER_SHARD)):
-            part = examples[start : start + _EXAMPLES_PER_SHARD]
-            fingerprint = _fingerprint(target, part, layer_ids, dtype)
-            path = _shard_path(folder, shard)
-            if path.exists():
-                _check_shard(path, fingerprint)
-            else:
-                tensors = _states(target, part, layer_ids, start, batch_tokens, dtype)
-                temporary = path.with_suffix(".tmp")
-                save_file(tensors, temporary, metadata={"fingerprint": fingerprint})
-                os.replace(temporary, path)
-            bar.update(len(part))
+    processes, place, rank = _processes()
+    starts = range(place * _EXAMPLES_PER_SHARD, len(examples), processes * _EXAMPLES_PER_SHARD)
+    unit = f" × {_EXAMPLES_PER_SHARD} answers"
+    for start in tqdm(starts, desc="target states", unit=unit, disable=not progress or place > 0):
+        part = examples[start : start + _EXAMPLES_PER_SHARD]
+        fingerprint = _fingerprint(target, part, layer_ids, dtype)
+        path = _shard_path(folder, start // _EXAMPLES_PER_SHARD)
+        if path.exists():
+            _check_shard(path, fingerprint)
+        else:
+            tensors = _states(target, part, layer_ids, start, batch_tokens, dtype)
+            temporary = path.with_suffix(f".tmp{rank}")
+            save_file(tensors, temporary, metadata={"fingerprint": fingerprint})
+            os.replace(temporary, path)
+    if processes > 1:
+        dist.barrier()
     return CachedExamples(folder, examples)
+
+
+def _processes() -> tuple[int, int, int]:
+    """Of a distributed run: how many processes share this folder's work, which of them this is, and which of all."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1, 0, 0
+    count, rank = dist.get_world_size(), dist.get_rank()
+    if "LOCAL_WORLD_SIZE" in os.environ:  # launched by torchrun or accelerate
+        return int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]), rank
+    return count, rank, rank
 
 
 def captured_states(

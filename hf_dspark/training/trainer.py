@@ -105,8 +105,9 @@ class DSparkTrainer(Trainer):
             target.to(args.device)  # type: ignore[arg-type]
         self.target = target.eval().requires_grad_(False)
         model.bind(self.target)
+        self._confidence_trained = model.confidence_head is not None and args.confidence_weight > 0
         if model.confidence_head is not None:
-            model.confidence_head.requires_grad_(args.confidence_weight > 0)
+            model.confidence_head.requires_grad_(self._confidence_trained)
         pad = next((t for t in (model.config.pad_token_id, model.config.mask_token_id) if t is not None), 0)
         kwargs.setdefault("data_collator", lambda examples: collate(examples, pad))
         super().__init__(model=model, args=args, **kwargs)
@@ -129,7 +130,9 @@ class DSparkTrainer(Trainer):
             return super()._get_train_sampler(train_dataset)
         dataset = self.train_dataset if train_dataset is None else train_dataset
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return LengthGroupedSampler([len(example["input_ids"]) for example in dataset], self.args.train_batch_size, seed)
+        sampler = LengthGroupedSampler([len(example["input_ids"]) for example in dataset], self.args.train_batch_size, seed)
+        self.add_callback(_TellEpoch(sampler))
+        return sampler
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -238,7 +241,8 @@ class DSparkTrainer(Trainer):
 
         `tau` is 1 + Σ_k of the mean survival ∏ c*: the accepted length of sampling on this text; `tau_greedy` counts
         agreement of first choices instead. `acceptance_k` is the mean c* at position k, `confidence_error` the mean
-        |c_k − c*|, `confidence_bias` the mean c_k − c*. `anchors` are the blocks this process has trained on.
+        |c_k − c*|, `confidence_bias` the mean c_k − c*; both only where confidences are trained.
+        `anchors` are the blocks this process has trained on.
         """
         evaluating = any(key.startswith("eval_") for key in logs)
         if self._metrics and ("loss" in logs or evaluating):
@@ -249,11 +253,22 @@ class DSparkTrainer(Trainer):
             logs[prefix + "tau_greedy"] = round(1 + float((sums["agree_prefix"] / blocks).sum()), 4)
             for k, value in enumerate((sums["overlap"] / count).tolist(), start=1):
                 logs[f"{prefix}acceptance_{k}"] = round(value, 4)
-            logs[prefix + "confidence_error"] = round(float((sums["confidence_error"] / count).mean()), 4)
-            logs[prefix + "confidence_bias"] = round(float(((sums["confidence"] - sums["overlap"]) / count).mean()), 4)
+            if self._confidence_trained:
+                logs[prefix + "confidence_error"] = round(float((sums["confidence_error"] / count).mean()), 4)
+                logs[prefix + "confidence_bias"] = round(float(((sums["confidence"] - sums["overlap"]) / count).mean()), 4)
             self._metrics = {}
         logs["anchors"] = self.trained_anchors
         super().log(logs, *args, **kwargs)
+
+
+class _TellEpoch(TrainerCallback):
+    """Tells a sampler the epoch: the host does not reach it where several processes go on in the middle of one."""
+
+    def __init__(self, sampler: LengthGroupedSampler):
+        self.sampler = sampler
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.sampler.set_epoch(int(state.epoch or 0))
 
 
 class _StopAtBadGradient(TrainerCallback):
