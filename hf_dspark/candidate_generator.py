@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -68,8 +69,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         max_draft_tokens (`int`, *optional*): longest draft; the drafter's K when not given.
 
     Raises:
-        ValueError: `drafter.scheduling` names no mode, or one that this drafter cannot run; or `drafter.head_candidates` is
-            no number of tokens.
+        ValueError: `drafter.scheduling` names no mode, or one that this drafter cannot run; `drafter.confidence_threshold` or
+            `drafter.threshold_on` is not what its mode needs; or `drafter.head_candidates` is no number of tokens.
     """
 
     requires_model_outputs = True
@@ -123,6 +124,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
             raise ValueError(
                 f"`scheduling` is {mode!r}, but this drafter has no confidence head to schedule by; use None or 'full'."
             )
+        if mode == "threshold":
+            value = drafter.confidence_threshold
+            if not isinstance(value, Real) or not 0 <= value <= 1:
+                raise ValueError(f"`confidence_threshold` must be a number from 0 to 1, got {value!r}.")
+            if drafter.threshold_on not in ("conditional", "cumulative"):
+                raise ValueError(f"`threshold_on` must be 'conditional' or 'cumulative', got {drafter.threshold_on!r}.")
         if mode in ("full", "threshold"):
             return mode
         if profile is None or profile.is_flat:
@@ -383,7 +390,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
                         torch.cat([ids, new.to(ids.device)]) if goes_on else ids
                         for ids, new, goes_on in zip(sequences, drafted, usable.tolist(), strict=True)
                     ]
-                logits = self.processors(logits.float().to(sequences[0].device), prefixes, rows).to(hidden.device)
+                try:
+                    logits = self.processors(logits.float().to(sequences[0].device), prefixes, rows).to(hidden.device)
+                except ValueError:  # of a warper that wants a law, from scores of which none is left
+                    logits = torch.full_like(logits, -torch.inf)
             if self.processors or self.do_sample:
                 usable = usable & logits.amax(-1).isfinite()
             counts += usable

@@ -25,7 +25,7 @@ def generate(model: PreTrainedModel, assistant_model: DSparkDraftModel | str | o
     Args:
         model (`PreTrainedModel`): the target.
         assistant_model ([`DSparkDraftModel`], `str` or `os.PathLike`): the drafter, or its folder or repo id; by name it is
-            loaded in the target's dtype on the first call and kept for the next.
+            loaded in the target's dtype, to its device, on the first call and kept for the next.
         arguments: those of `generate`; `revision`, `token`, `cache_dir`, `local_files_only` and `force_download` go to the
             loading of the drafter.
 
@@ -38,7 +38,7 @@ def generate(model: PreTrainedModel, assistant_model: DSparkDraftModel | str | o
     """
     download = {name: arguments.pop(name) for name in DOWNLOAD_OPTIONS if name in arguments}
     if isinstance(assistant_model, (str, os.PathLike)):
-        wanted = (os.fspath(assistant_model), download)
+        wanted = (os.fspath(assistant_model), download, model.device, model.dtype)
         known = _loaded.get(model)
         if known is None or known[0] != wanted:
             known = _loaded[model] = (wanted, drafter_by_name(assistant_model, model, **download))

@@ -60,15 +60,16 @@ def dspark_decoding(
         model_kwargs.pop(unused, None)
     refuse_inexact(target, generation_config, synced_gpus, model_kwargs.get("cache"))
     drafter.bind(target)
-    statistics = drafter.statistics = Statistics(drafter.config.num_draft_tokens, drafter.device)
+    statistics = drafter.statistics = Statistics(drafter.config.num_draft_tokens, drafter.device, target.device)
     processors = RowProcessors(logits_processor, batch_size=len(input_ids))
     rows = Rows(input_ids, stopping_criteria, generation_config, streamer)
     mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
     if mask is None and not hasattr(generation_config, "_mask_length"):  # the host, too, then takes what it is given as new
         given = input_ids if embeds is None else embeds
         generation_config._mask_length = model_kwargs["cache"].get_seq_length() + given.shape[1]
-    prompt = generation_config._mask_length if mask is None else int(mask.sum(1).min())
-    refuse_changing_rope(target, prompt, rows.max_length)
+    columns, shortest = (generation_config._mask_length,) * 2 if mask is None else (mask.shape[1], int(mask.sum(1).min()))
+    # Of a cached text only what is new may be among `input_ids`, and nothing of one given as embeddings.
+    refuse_changing_rope(target, shortest, rows.max_length + columns - input_ids.shape[1])
     generator = DSparkCandidateGenerator(
         drafter,
         processors,

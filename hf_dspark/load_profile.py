@@ -440,6 +440,6 @@ def _number(name: str, value: Any, kind: str = "") -> float:
 
 
 def _clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # a kernel is only queued when its call returns
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)  # a kernel is only queued when its call returns
     return time.perf_counter()

@@ -17,8 +17,6 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-_ROW_BY_ROW = (MaxTimeCriteria, StopStringCriteria)  # the library's own, which tell nothing from a row's place
-
 
 class Rows:
     """R sequences that grow at their own pace.
@@ -56,8 +54,12 @@ class Rows:
         ends = [criterion.eos_token_id.tolist() for criterion in stopping_criteria if type(criterion) is EosTokenCriteria]
         self._end_tokens = {token for tokens in ends for token in tokens}
         others = [c for c in stopping_criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
-        self._criteria = StoppingCriteriaList(c for c in others if type(c) in _ROW_BY_ROW)
-        self._criteria_of_user = StoppingCriteriaList(c for c in others if type(c) not in _ROW_BY_ROW)
+        # The library's own tell nothing from a row's place.
+        self._time = StoppingCriteriaList(c for c in others if type(c) is MaxTimeCriteria)
+        self._time_is_up = False
+        self._criteria = StoppingCriteriaList(c for c in others if type(c) is StopStringCriteria)
+        others = [c for c in others if type(c) not in (MaxTimeCriteria, StopStringCriteria)]
+        self._criteria_of_user = StoppingCriteriaList(others)
         # Plain generate pads finished rows only if a criterion knows an end token; otherwise they run on with the others.
         self._pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         pad = generation_config._pad_token_tensor
@@ -110,7 +112,7 @@ class Rows:
         if self._ends[row] is None:
             for end, token in enumerate(new, before + 1):
                 stops = end >= self.max_length or token in self._end_tokens
-                if not stops and (self._criteria or self._criteria_of_user):
+                if not stops and (self._time or self._criteria or self._criteria_of_user):
                     seen = None if scores is None else tuple(s[None] for s in scores[row][: end - self.prompt_length])
                     stops = self._asked(row, ids[None, :end], seen)
                 if stops:
@@ -122,6 +124,9 @@ class Rows:
 
     def _asked(self, row: int, ids: Tensor, scores: tuple[Tensor, ...] | None) -> bool:
         """Whether a criterion ends a row behind tokens `(1, S)`; one of a user's may know the rows by their places."""
+        if bool(self._time(ids, scores).any()):
+            self._time_is_up = True
+            return True
         if bool(self._criteria(ids, scores).any()):
             return True
         if not self._criteria_of_user:
@@ -135,9 +140,11 @@ class Rows:
         if self._pads:
             self.active = [row for row in self.active if self._ends[row] is None]
             return
-        # No end token: rows run on with the others, to the length at which the last of them stops.
+        # No end token: rows run on with the others, to the length at which the last of them stops. Time ends all in one step.
         ends = [end for end in self._ends if end is not None]
         longest = max(ends) if len(ends) == len(self._ends) else self.max_length
+        if self._time_is_up:
+            longest = min(len(ids) for ids in self.sequences)
         self.sequences = [ids[:longest] for ids in self.sequences]
         self.active = [row for row in self.active if len(self.sequences[row]) < longest]
 
@@ -205,9 +212,9 @@ class Rows:
                     # The first entry covers the prompt.
                     query = slice(position, position + 1) if record[row] else slice(None)
                     if name == "scores":
-                        entry: Any = scores[place, position]
+                        entry: Any = scores[place, position].clone()  # or all positions of the forward would stay in memory
                     elif name == "logits":
-                        entry = logits[place, position]
+                        entry = logits[place, position].clone()
                     elif name == "hidden_states":
                         entry = tuple(layer[place, query] for layer in outputs.hidden_states)
                     else:

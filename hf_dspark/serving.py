@@ -11,7 +11,6 @@ This is not a network server. For one, serve the same checkpoint with vLLM or SG
 
 from __future__ import annotations
 
-import inspect
 import math
 import threading
 import time
@@ -31,7 +30,7 @@ from .modeling_dspark import DSparkDraftModel
 from .processing import GreedyLaw, RowProcessors
 from .rows import Rows
 from .statistics import Statistics
-from .target import TargetForward, ragged_mask
+from .target import TargetForward, ragged_mask, refuse_unplaced_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +176,7 @@ class ServingLoop:
             drafter.bind(target)
         self.target, self.drafter, self.max_rows = target, drafter, max_rows
         longest = 0 if drafter is None else drafter.config.num_draft_tokens
-        self.statistics = Statistics(longest, (drafter or target).device)
+        self.statistics = Statistics(longest, (drafter or target).device, target.device)
         if max_rows > 1:
             _refuse_what_cannot_join(target)
         self._open(Request(None, torch.zeros(1, dtype=torch.long), max_new_tokens=1))  # raises what every request would
@@ -185,6 +184,7 @@ class ServingLoop:
         self._waiting: deque[Request] = deque()
         self._live: set[Hashable] = set()
         self._cancelled: set[Hashable] = set()
+        self._untold: list[Event] = []  # of a step that was interrupted
         self._stepping = threading.Lock()
         self._running: list[_Row] = []
         self._batch: Batch | None = None  # its rows are those of `_running`
@@ -225,7 +225,7 @@ class ServingLoop:
     def idle(self) -> bool:
         """`bool`: nothing is waiting or running."""
         with self._lock:
-            return not self._live
+            return not (self._live or self._untold)
 
     # ---- the loop ----
 
@@ -235,22 +235,29 @@ class ServingLoop:
 
         Returns:
             list of [`Event`]s: one per request and forward, so two for a request that has just been admitted. A request that
-            fails has one with `finished="error"`; where a forward that all rows share fails, every running request has.
+            fails has one with `finished="error"`; where a forward that all rows share fails, every running request has. After
+            an interrupt, which is passed on, the next call begins with the events that could not be returned.
         """
-        events: list[Event] = []
         with self._stepping:
             started = time.perf_counter()
+            events, self._untold = self._untold, []
             try:
+                if self.drafter is not None:
+                    self.drafter.bind(self.target)  # it may have helped another one meanwhile
                 self._drop_cancelled(events)
                 self._admit(events)
                 if self._running:
                     self._round(events)
-            except Exception as error:
+            except BaseException as error:
                 ended = {event.id for event in events if event.finished}
                 events += [self._failure(row.request, error) for row in self._running if row.request.id not in ended]
                 self._running, self._batch = [], None
-            self._seconds += time.perf_counter() - started
-            self.statistics.close(self._seconds)
+                if not isinstance(error, Exception):  # Ctrl-C in a notebook, say
+                    self._untold = events
+                    raise
+            finally:
+                self._seconds += time.perf_counter() - started
+                self.statistics.close(self._seconds)
         return events
 
     def _drop_cancelled(self, events: list[Event]) -> None:
@@ -272,8 +279,10 @@ class ServingLoop:
             try:
                 with self.statistics.timed("prefill"):
                     row, batch, outcome = self._prefill(request)
-            except Exception as error:
+            except BaseException as error:
                 events.append(self._failure(request, error))
+                if not isinstance(error, Exception):
+                    raise
                 continue
             events.append(self._event(row, outcome, 0, 1))
             if row.text.active:
@@ -396,7 +405,7 @@ class ServingLoop:
             finished=finished,
         )
 
-    def _failure(self, request: Request, error: Exception) -> Event:
+    def _failure(self, request: Request, error: BaseException) -> Event:
         return self._end(request, "error", str(error) or type(error).__name__)
 
     def _end(self, request: Request, finished: str, error: str | None = None) -> Event:
@@ -443,13 +452,10 @@ def _serve(loop: ServingLoop, upcoming: Iterator[Request]) -> Iterator[Event]:
 
 def _refuse_what_cannot_join(target: PreTrainedModel) -> None:
     """Raises ValueError where rows at different positions cannot share a forward of this target."""
-    if "position_ids" not in inspect.signature(target.forward).parameters:
-        raise ValueError(
-            f"{type(target).__name__} takes no `position_ids`, so requests at different positions cannot share a forward. "
-            "Serve one at a time with `max_rows=1`."
-        )
+    instead = "serve one at a time with `max_rows=1`"
+    refuse_unplaced_rows(target, instead)
     slots = torch.zeros(2, 2, dtype=torch.long, device=target.device)  # of two rows with a draft token each
-    ragged_mask(target, slots, slots[..., None] == 0)
+    ragged_mask(target, slots, slots[..., None] == 0, instead)
 
 
 def _prepare(

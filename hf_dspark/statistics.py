@@ -21,7 +21,8 @@ class Round:
         drafted (`list[list[int]]`): draft tokens that were verified; none in the prefill and in plain steps.
         accepted (`list[int]`): how many of them the target agreed with.
         committed (`list[list[int]]`): tokens the row has grown by: the accepted ones and the target's own, less what lies
-            behind a stop.
+            behind a stop. Without an end token the rows of a call run on until the last one stops, and what some of them had
+            beyond that is cut off only then.
         confidence (`list[list[float]]`, *optional*): what the scheduler read, or with `scheduling="full"` would have read;
             `None` without a confidence head and in rounds without a draft.
         base (`list[list[int]]`, *optional*): likeliest tokens before the sequential head, for each token of `drafted`.
@@ -40,15 +41,16 @@ class Statistics:
 
     Args:
         num_draft_tokens (`int`): K, the longest draft.
-        device (`torch.device`, *optional*): where the work is done. On a CUDA device the phases are timed there, by events,
-            because a call returns before its kernels have run.
+        device (`torch.device`, *optional*): of the drafter. On a CUDA device phases are timed by events, because a call
+            returns before its kernels have run.
+        target_device (`torch.device`, *optional*): of the target; the drafter's when not given.
 
     Attributes:
         cycles (`int`): verification forwards, summed over rows.
         tokens (`int`): tokens committed by those forwards (the one that the prefill gives is not among them).
         drafts (`int`): forwards of the drafter, each for all rows.
         rounds (`int`): forwards of the target after the prefill, each for all rows.
-        drafted (`int`): tokens the drafter proposed.
+        drafted (`int`): tokens the drafter had room for; behind the scheduled length it may not have gone to the last step.
         scheduled (`int`): of those, tokens the scheduler let through to verification.
         accepted (`int`): of those, tokens the target agreed with.
         scheduled_per_position (`list[int]`): K counts of scheduled tokens by position in the block.
@@ -58,13 +60,13 @@ class Statistics:
             `schedule`, `verify` (target forward) and `rest`.
     """
 
-    def __init__(self, num_draft_tokens: int, device: torch.device | None = None):
+    def __init__(self, num_draft_tokens: int, device: torch.device | None = None, target_device: torch.device | None = None):
         self.cycles = self.tokens = self.drafts = self.rounds = self.drafted = self.scheduled = self.accepted = 0
         self.scheduled_per_position = [0] * num_draft_tokens
         self.reached_per_position = [0] * num_draft_tokens
         self.accepted_per_position = [0] * num_draft_tokens
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self._device = device if device is not None and device.type == "cuda" else None
+        self._devices = dict.fromkeys(PHASES, device) | dict.fromkeys(("prefill", "verify"), target_device or device)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @property
@@ -116,11 +118,12 @@ class Statistics:
         Args:
             phase (`str`): a key of `seconds`.
         """
-        if self._device is not None:
+        device = self._devices[phase]
+        if device is not None and device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record(torch.cuda.current_stream(self._device))
+            start.record(torch.cuda.current_stream(device))
             yield
-            end.record(torch.cuda.current_stream(self._device))
+            end.record(torch.cuda.current_stream(device))
             self._events.append((phase, start, end))
             return
         started = time.perf_counter()

@@ -64,7 +64,7 @@ class TargetForward:
     ):
         mask = model_kwargs.get("attention_mask")
         total_length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
-        if model_kwargs.get("position_ids") is None and "position_ids" in inspect.signature(type(target).forward).parameters:
+        if model_kwargs.get("position_ids") is None and _takes_positions(target):
             # `generate` has read the signature of a wrapper around it. Plain decoding then counts columns; so must every row.
             model_kwargs = {**model_kwargs, "position_ids": torch.arange(total_length, device=target.device)[None]}
         self.target, self.model_kwargs = target, model_kwargs
@@ -149,6 +149,8 @@ class TargetForward:
         new_length = self.prompt_length - self.past_length
         prompt = (input_ids if embeds is None else embeds)[:, -new_length:]
         rows = prompt.shape[0]
+        if rows > 1:
+            refuse_unplaced_rows(self.target)
         self.cache_rows = list(range(rows))
         self.slot_offset = self.prompt_length - input_ids.shape[1]
 
@@ -312,6 +314,24 @@ class TargetForward:
         self.cache.write_to(self.user_cache, self.past_length, longest - 1 + self.slot_offset)
 
 
+def _takes_positions(target: PreTrainedModel) -> bool:
+    return "position_ids" in inspect.signature(type(target).forward).parameters  # a wrapper around it may hide them
+
+
+def refuse_unplaced_rows(target: PreTrainedModel, instead: str = "generate one row at a time") -> None:
+    """Raises ValueError for a target that counts positions itself, for all rows alike.
+
+    Args:
+        target (`PreTrainedModel`): the target.
+        instead (`str`): what the error tells to do.
+    """
+    if not _takes_positions(target):
+        raise ValueError(
+            f"{type(target).__name__} takes no `position_ids`, so rows at different positions cannot share a forward: "
+            f"{instead}."
+        )
+
+
 def ragged_mask(
     target: PreTrainedModel, token_slots: Tensor, causal: Tensor, instead: str = "generate one row at a time"
 ) -> Any:
@@ -329,10 +349,15 @@ def ragged_mask(
         ValueError: the target's attention implementation, or the type of one of its layers, cannot be masked so.
     """
     config = target.config.get_text_config(decoder=True)
-    if config.model_type == "bloom" or getattr(config, "alibi", False):
+    if getattr(config, "alibi", False):
         raise ValueError(
             f"{type(target).__name__} makes its ALiBi positions from a mask of columns, which rows of different lengths do not "
             f"have in common: {instead}."
+        )
+    if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo
+        raise ValueError(
+            f"{type(target).__name__} measures the windows of its local layers from the last column, which rows of different "
+            f"lengths do not have in common: {instead}."
         )
     window = getattr(config, "sliding_window", None)
 

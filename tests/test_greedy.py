@@ -1,5 +1,7 @@
 """Greedy text with a drafter is the target's own, token for token, whatever the target, the drafter and the schedule."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny import (
@@ -109,6 +111,20 @@ def test_thresholds(on):
         assert_same_text(target, inputs, plain, generate(target, inputs, drafter))
         scheduled.append(drafter.statistics.scheduled / drafter.statistics.drafted)
     assert scheduled == sorted(scheduled, reverse=True) and scheduled[0] > scheduled[-1]
+
+
+@pytest.mark.parametrize(
+    "name, value", [("confidence_threshold", 1.5), ("confidence_threshold", None), ("threshold_on", "both")]
+)
+def test_bad_thresholds_are_refused_before_anything_is_written(name, value):
+    target = tiny_target()
+    drafter, streamed = tiny_drafter(target), []
+    drafter.scheduling = "threshold"
+    setattr(drafter, name, value)
+    streamer = SimpleNamespace(put=streamed.append, end=lambda: None)
+    with pytest.raises(ValueError, match=f"`{name}` must be .*, got {value!r}"):
+        target.generate(**padded_prompts([3]), assistant_model=drafter, streamer=streamer, max_new_tokens=4)
+    assert len(streamed) == 1  # the prompt
 
 
 @pytest.mark.parametrize("rows", PROMPTS)

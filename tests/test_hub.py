@@ -140,6 +140,10 @@ def test_custom_generate_by_name_loads_once(models):
         assert torch.equal(out, plain)
         kept.append(custom_generate._loaded[target][1])
     assert kept[0] is kept[1] and kept[0].statistics.accepted
+    target.double()
+    custom_generate.generate(target, models / "my-drafter", **inputs, **options, local_files_only=True)
+    assert custom_generate._loaded[target][1].dtype == torch.float64
+    target.float()
     for wrong in (None, target):
         with pytest.raises(ValueError, match="`assistant_model` must be a DSpark drafter, or its folder or repo id"):
             custom_generate.generate(target, wrong, **inputs)

@@ -23,11 +23,17 @@ from tiny import (
     tiny_tokenizer,
 )
 from transformers import (
+    BartConfig,
+    BartForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     DynamicCache,
+    FalconConfig,
+    FalconForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -256,6 +262,17 @@ def test_time_runs_out(target, drafter, inputs, monkeypatch):
         results.append(generate(target, inputs, assistant, max_time=7.5))
     assert results[0].shape[1] == inputs["input_ids"].shape[1] + 8
     assert torch.equal(*results)
+
+
+def test_time_ends_all_rows_in_one_step(target, drafter, monkeypatch):
+    """Without an end token they would otherwise run on to the length of the fastest."""
+    inputs, rounds = padded_prompts([2, 7, 4]), []
+    drafter.on_round = rounds.append
+    monkeypatch.setattr(host_criteria, "time", SimpleNamespace(time=lambda: len(rounds)))
+    output = generate(target, inputs, drafter, max_new_tokens=60, max_time=4.5)
+    grown = [sum(len(one.committed[row]) for one in rounds) for row in range(3)]
+    assert len(rounds) == 6 and output.shape[1] == 7 + min(grown) and len(set(grown)) > 1
+    assert torch.equal(output, generate(target, inputs, max_new_tokens=min(grown)))
 
 
 def test_stop_strings(target, drafter, inputs):
@@ -612,18 +629,39 @@ def test_cache_that_holds_the_whole_prompt_is_refused(target, drafter):
         generate(target, inputs, drafter, cache=cache)
 
 
-def test_several_rows_of_alibi_are_refused():
-    config = BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=4, n_head=4, pad_token_id=PAD, eos_token_id=EOS)
+SPECIAL = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+
+
+@pytest.mark.parametrize(
+    "model, config, reason",
+    [
+        (BloomForCausalLM, BloomConfig(hidden_size=32, n_layer=4, n_head=4, **SPECIAL), "takes no `position_ids`"),
+        (
+            BartForCausalLM,
+            BartConfig(d_model=32, decoder_layers=4, decoder_attention_heads=4, decoder_ffn_dim=48, **SPECIAL),
+            "takes no `position_ids`",
+        ),
+        (
+            FalconForCausalLM,
+            FalconConfig(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, alibi=True, **SPECIAL),
+            "makes its ALiBi positions from a mask of columns",
+        ),
+        (
+            GPTNeoForCausalLM,
+            GPTNeoConfig(hidden_size=32, num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]], **SPECIAL),
+            "measures the windows of its local layers from the last column",
+        ),
+    ],
+)
+def test_targets_with_one_row_at_a_time(model, config, reason):
+    """Their positions, or what they see, are counted for all rows alike."""
     torch.manual_seed(0)
-    target = BloomForCausalLM(config).eval()
+    target = model(config).eval()
     drafter = tiny_drafter(target)
-    for lengths in ([4], [4, 4]):
-        inputs = padded_prompts(lengths)
-        if len(lengths) == 1:
-            assert torch.equal(generate(target, inputs, drafter), generate(target, inputs))
-            continue
-        with pytest.raises(ValueError, match="BloomForCausalLM makes its ALiBi positions from a mask of columns"):
-            generate(target, inputs, drafter)
+    inputs = padded_prompts([4])
+    assert torch.equal(generate(target, inputs, drafter), generate(target, inputs))
+    with pytest.raises(ValueError, match=f"{model.__name__} {reason}.*: generate one row at a time"):
+        generate(target, padded_prompts([4, 4]), drafter)
 
 
 def test_a_target_that_starts_over_is_refused():
@@ -667,6 +705,17 @@ def test_a_rope_that_changes_with_the_length_is_refused(kind):
         else:
             plain = generate(target, inputs, max_new_tokens=new)
             assert torch.equal(generate(target, inputs, drafter, max_new_tokens=new), plain)
+    # A text that is not among `input_ids` counts as well.
+    inputs = padded_prompts([10])
+    embeds = {"inputs_embeds": target.get_input_embeddings()(inputs["input_ids"]), "attention_mask": inputs["attention_mask"]}
+    cache = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(input_ids=inputs["input_ids"][:, :9], cache=cache)
+    later = {"input_ids": inputs["input_ids"][:, 9:], "attention_mask": inputs["attention_mask"], "cache": cache}
+    for given in (embeds, later):
+        with pytest.raises(ValueError, match="prompt and answer may reach 17"):
+            generate(target, given, drafter, max_new_tokens=7)
+    assert generate(target, later, drafter, max_new_tokens=6).shape[1] == 7
 
 
 def test_encoder_decoder_is_refused(drafter):
@@ -716,17 +765,18 @@ class Grammar(LogitsProcessor):
         return scores.masked_fill(~allowed, -torch.inf)
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {}, {"eta_cutoff": 3e-4}, {"top_h": 0.9}])
 @pytest.mark.parametrize("drafts", ["one candidate", "reduced vocabulary"])
-def test_processors_are_not_shown_what_they_have_banned(target, drafts, do_sample):
+def test_processors_are_not_shown_what_they_have_banned(target, drafts, sampling):
     drafter = tiny_drafter(target, draft_token_ids=[4, 6, 8, 10] if drafts == "reduced vocabulary" else None)
     drafter.head_candidates = 1 if drafts == "one candidate" else None
     inputs = padded_prompts([5, 5])
     options = {"logits_processor": LogitsProcessorList([Grammar(5)]), "max_new_tokens": 30, "eos_token_id": None}
-    texts = target.generate(**inputs, assistant_model=drafter, do_sample=do_sample, pad_token_id=PAD, **options)
+    sampling = {"do_sample": True} | sampling
+    texts = target.generate(**inputs, assistant_model=drafter, pad_token_id=PAD, **options, **sampling)
     assert bool((texts[:, 4:].diff(dim=1) % 2 == 1).all())
     assert drafter.statistics.drafted > drafter.statistics.scheduled > 0
-    if not do_sample:
+    if not sampling["do_sample"]:
         assert torch.equal(texts, generate(target, inputs, **options))
 
 

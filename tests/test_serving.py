@@ -417,6 +417,51 @@ def test_failing_forward_ends_the_running_and_spares_the_waiting(monkeypatch):
     assert_all_greedy(target, [Request(id, requests[id].input_ids, 20, eos_token_ids=()) for id in (2, 3)], events)
 
 
+@pytest.mark.parametrize("where", ["prefill", "round"])
+def test_an_interrupt_loses_no_request(where, monkeypatch):
+    """It ends what was running and is passed on; whoever goes on is told, and what waited is served."""
+    target, drafter = make_pair()
+    requests = some_requests(4)
+    loop = ServingLoop(target, drafter, 2)
+    for request in requests:
+        loop.submit(Request(request.id, request.input_ids, 20, eos_token_ids=()))
+    if where == "round":
+        loop.step()
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(serving.Batch, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loop.step()
+    failed = (0, 1) if where == "round" else (0,)
+    events = run(loop)
+    for id in failed:
+        assert [(event.finished, event.error) for event in events.pop(id)] == [("error", "KeyboardInterrupt")]
+    served = [Request(id, requests[id].input_ids, 20, eos_token_ids=()) for id in range(4) if id not in failed]
+    assert_all_greedy(target, served, events)
+    for id in range(4):
+        loop.submit(Request(id, requests[id].input_ids, 4))  # every id is free again
+    assert len(run(loop)) == 4 and loop.idle
+
+
+def test_a_drafter_that_helps_another_target_meanwhile():
+    target, drafter = make_pair()
+    other = tiny_target(seed=9)
+    request = Request("one", prompt(5), 20, eos_token_ids=())
+    loop = ServingLoop(target, drafter)
+    loop.submit(request)
+    events = loop.step()
+    other.generate(
+        prompt(4)[None], attention_mask=torch.ones(1, 4), assistant_model=drafter, max_new_tokens=4, pad_token_id=PAD
+    )
+    assert drafter.bound_target.model() is other
+    events += run(loop)["one"]
+    assert_greedy_alone(target, request, events)
+    assert drafter.bound_target.model() is target
+
+
 @pytest.mark.parametrize("lengths", [(20, 300), (300, 3)])
 def test_short_and_long_rows_join(lengths):
     """The cache of one ends long before the other's."""

@@ -164,6 +164,11 @@ def test_phases_on_an_accelerator_are_timed_by_events(monkeypatch):
     statistics.close(3.0)  # a loop that goes on closes its account after every step
     assert statistics.seconds["draft"] == 0.5 and statistics.seconds["rest"] == 2.25
     json.dumps(statistics.to_dict())
+    statistics = Statistics(5, torch.device("cpu"), torch.device("cuda:0"))
+    for phase in ("draft", "verify"):
+        with statistics.timed(phase):
+            pass
+    assert 0 < statistics.spent("draft") < 0.25 == statistics.spent("verify")
 
 
 @pytest.mark.parametrize("mode", ["full", "threshold", "presampled", None])
