@@ -83,7 +83,7 @@ def model_card(
         "```python\nfrom hf_dspark import DSparkDraftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'tokenizer = AutoTokenizer.from_pretrained("{base_model}")\n'
         f'target = AutoModelForCausalLM.from_pretrained("{base_model}", dtype="auto")\n'
-        f'drafter = DSparkDraftModel.from_pretrained("{name}", dtype=target.dtype)\n'
+        f'drafter = DSparkDraftModel.from_pretrained("{name}", dtype=target.dtype).to(target.device)\n'
         'inputs = tokenizer.apply_chat_template(\n    [{"role": "user", "content": "Why is the sky blue?"}],\n'
         '    add_generation_prompt=True,\n    return_dict=True,\n    return_tensors="pt",\n)\n'
         "output = target.generate(**inputs, assistant_model=drafter, max_new_tokens=128)\n"

@@ -6,12 +6,13 @@ and 2 where the command line itself is wrong.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,7 +20,7 @@ from .errors import require_extra
 from .loading import drafter_by_name, target_by_name
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,7 +29,9 @@ app = typer.Typer(
 )
 
 Target = Annotated[str, typer.Option(help="Target model: a folder, a repo id, or 'default' for the embedded SmolLM2.")]
-
+ChatTemplate = Annotated[
+    str | None, typer.Option(metavar="JSON", help="Arguments of the chat template, such as '{\"enable_thinking\": false}'.")
+]
 Drafter = Annotated[str, typer.Option(help="Drafter: a folder, a repo id, or 'default' for the one that comes along.")]
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
@@ -64,6 +67,20 @@ def options(
 def _people_only(json_output: bool) -> AbstractContextManager:
     """With --json, what is printed inside goes to stderr."""
     return redirect_stdout(sys.stderr) if json_output else nullcontext()
+
+
+def _load_target(name: str, chat_template_kwargs: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A target, and its tokenizer with a chat template that takes these arguments from now on."""
+    arguments = None
+    if chat_template_kwargs is not None:
+        with suppress(ValueError):
+            arguments = json.loads(chat_template_kwargs)
+        if not isinstance(arguments, dict):
+            raise typer.BadParameter(f"--chat-template-kwargs must be a JSON object, got {chat_template_kwargs!r}.")
+    model, tokenizer = target_by_name(name)
+    if arguments:
+        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **arguments)  # type: ignore[method-assign]
+    return model, tokenizer
 
 
 def _settings(temperatures: list[float] | None) -> dict[str, dict]:
@@ -113,6 +130,7 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The user's turn; '-' or nothing for that on stdin.")] = None,
     file: Annotated[Path | None, typer.Option(help="File to read the prompt from.")] = None,
     target: Target = "default",
+    chat_template_kwargs: ChatTemplate = None,
     drafter: Drafter = "default",
     max_new_tokens: AnswerTokens = 128,
     sample: Annotated[bool, typer.Option("--sample", help="Sample; greedy when not given.")] = False,
@@ -158,7 +176,7 @@ def generate(
     how: dict = {"do_sample": False}
     if sample and temperature != 0:
         how = {"do_sample": True, "temperature": 1.0, "top_k": 50, "top_p": 1.0} | sampling
-    model, tokenizer = target_by_name(target)
+    model, tokenizer = _load_target(target, chat_template_kwargs)
     draft_model = drafter_by_name(drafter, model)
     if measure:
         draft_model.load_profile = LoadProfile.measure(model, draft_model)
@@ -196,6 +214,7 @@ def train(
     data: Annotated[list[str], typer.Option(help=f"Conversations answered by the target: {_SOURCE}; may be repeated.")],
     output: Annotated[Path, typer.Option(help="Folder for the drafter and its checkpoints.")],
     target: Target = "default",
+    chat_template_kwargs: ChatTemplate = None,
     drafter: Annotated[
         str | None, typer.Option(help="Drafter to go on from instead of a new one: a folder, a repo id, or 'default'.")
     ] = None,
@@ -212,6 +231,22 @@ def train(
     draft_vocabulary: Annotated[
         int, typer.Option(min=0, help="Most used tokens that a new drafter drafts from; 0 for all.")
     ] = 0,
+    key_value_heads: Annotated[
+        int | None, typer.Option(min=1, help="Of a new drafter's layers; as many as the target's when not given.")
+    ] = None,
+    sliding_window: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that a new drafter looks back; all when not given.")
+    ] = None,
+    sample_from_anchor: Annotated[
+        bool, typer.Option(help="Whether the first slot of a new drafter's block drafts; DFlash's does not.")
+    ] = True,
+    cross_entropy_weight: Annotated[float, typer.Option(min=0.0, help="Of the loss's term on the text's tokens.")] = 0.1,
+    distance_weight: Annotated[float, typer.Option(min=0.0, help="Of the distance to the target's law.")] = 0.9,
+    confidence_weight: Annotated[float, typer.Option(min=0.0, help="Of the confidence term; 0 trains no confidences.")] = 1.0,
+    loss_decay: Annotated[float, typer.Option(help="Slot k of a block counts exp(-(k-1)/decay).")] = 4.0,
+    max_logit_positions: Annotated[
+        int, typer.Option(min=1, help="Positions whose logits exist at once; fewer need less memory.")
+    ] = 1024,
     mask_token_id: Annotated[int | None, typer.Option(help="An unused token; looked for when not given.")] = None,
     max_length: Annotated[int, typer.Option(min=8, help="Longest conversation, in tokens.")] = 1024,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints and evaluations.")] = 100,
@@ -220,7 +255,9 @@ def train(
     cache_states: Annotated[
         Path | None, typer.Option(help="Folder to keep the target's states in, so that it runs only once over the text.")
     ] = None,
-    resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint in --output.")] = False,
+    resume: Annotated[
+        bool, typer.Option(help="Go on from the last checkpoint in --output, whose shape the drafter then has.")
+    ] = False,
     json_output: JsonOutput = False,
 ) -> None:
     """Train a drafter for a target, which stays frozen.
@@ -235,13 +272,14 @@ def train(
       hf-dspark train --data answers.jsonl --output my-drafter --resume
       hf-dspark train --data answers.jsonl --output next --drafter my-drafter
     """
+    import torch
+
     from .training.run import train_drafter
     from .training.trainer import DSparkTrainingArguments
 
-    start = None if drafter is None else drafter_by_name(drafter)
-    model, tokenizer = target_by_name(target)
-    arguments = DSparkTrainingArguments(
+    arguments = DSparkTrainingArguments(  # first: it gives each process a device of its own
         output_dir=str(output),
+        use_cpu=not torch.accelerator.is_available(),  # or several processes would not find each other
         max_steps=steps,
         per_device_train_batch_size=batch_size,
         per_device_eval_batch_size=batch_size,
@@ -249,6 +287,11 @@ def train(
         learning_rate=learning_rate,
         muon_learning_rate=muon_learning_rate,
         optimizer=optimizer,
+        cross_entropy_weight=cross_entropy_weight,
+        distance_weight=distance_weight,
+        confidence_weight=confidence_weight,
+        loss_decay=loss_decay,
+        max_logit_positions=max_logit_positions,
         lr_scheduler_type="cosine",
         warmup_steps=max(1, steps // 25),
         eval_strategy="steps",
@@ -264,6 +307,19 @@ def train(
         seed=seed,
         report_to=[],
     )
+    start = None if drafter is None else drafter_by_name(drafter)
+    model, tokenizer = _load_target(target, chat_template_kwargs)
+    shape: dict[str, Any] = {
+        "num_hidden_layers": layers,
+        "block_size": block_size,
+        "markov_rank": markov_rank,
+        "markov_head_type": head,
+        "draft_vocab_size": draft_vocabulary or None,
+        "sliding_window": sliding_window,
+        "sample_from_anchor": sample_from_anchor,
+    }
+    if key_value_heads is not None:
+        shape["num_key_value_heads"] = key_value_heads
     with _people_only(json_output):
         _, trainer = train_drafter(
             model,
@@ -276,11 +332,7 @@ def train(
             start=from_target,
             cache_folder=cache_states,
             resume=resume,
-            num_hidden_layers=layers,
-            block_size=block_size,
-            markov_rank=markov_rank,
-            markov_head_type=head,
-            draft_vocab_size=draft_vocabulary or None,
+            **shape,
         )
         print(f"Drafter saved to {output}.")
     if json_output:
@@ -293,6 +345,7 @@ def regenerate(
     prompts: Annotated[str, typer.Option(help=f'{{"prompt": ...}} or {{"messages": [...]}}: {_SOURCE}.')],
     output: Annotated[Path, typer.Option(help="JSONL of answered conversations; an existing file is continued.")],
     target: Target = "default",
+    chat_template_kwargs: ChatTemplate = None,
     samples: Annotated[int, typer.Option(min=1, help="Answers per prompt.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=1, help="Sample from this many tokens.")] = 50,
@@ -311,7 +364,7 @@ def regenerate(
     """
     from .training.regenerate import regenerate_file
 
-    model, tokenizer = target_by_name(target)
+    model, tokenizer = _load_target(target, chat_template_kwargs)
     _pack_for_bulk(model, batch_size)
     written = regenerate_file(
         model,
@@ -336,6 +389,7 @@ def synthesize(
     output: Annotated[Path, typer.Option(help="JSONL of prompts; an existing file is continued.")],
     count: Annotated[int, typer.Option(min=1, help="Prompts wanted in the file.")],
     target: Target = "default",
+    chat_template_kwargs: ChatTemplate = None,
     temperature: Annotated[float, typer.Option(help="Above 0.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=1, help="Sample from this many tokens.")] = 50,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt, in tokens.")] = 128,
@@ -353,7 +407,7 @@ def synthesize(
     """
     from .training.synthesize import synthesize_file
 
-    model, tokenizer = target_by_name(target)
+    model, tokenizer = _load_target(target, chat_template_kwargs)
     _pack_for_bulk(model, batch_size)
     counts = synthesize_file(
         model,
@@ -378,6 +432,7 @@ def synthesize(
 def evaluate(
     prompts: Prompts,
     target: Target = "default",
+    chat_template_kwargs: ChatTemplate = None,
     drafter: Drafter = "default",
     count: Count = None,
     max_new_tokens: AnswerTokens = 128,
@@ -402,7 +457,7 @@ def evaluate(
     from .formats.files import write_text
 
     require_extra("evaluate", "sklearn", *(["matplotlib"] if pictures is not None else []))
-    model, tokenizer = target_by_name(target)
+    model, tokenizer = _load_target(target, chat_template_kwargs)
     draft_model = drafter_by_name(drafter, model)
     results = []
     if not json_output:
@@ -446,6 +501,7 @@ def calibrate(
     prompts: Prompts,
     output: Annotated[Path, typer.Option(help="Folder to save the calibrated drafter to; may be its own folder.")],
     target: Target = "default",
+    chat_template_kwargs: ChatTemplate = None,
     drafter: Drafter = "default",
     count: Count = None,
     max_new_tokens: AnswerTokens = 128,
@@ -481,7 +537,7 @@ def calibrate(
             f"`--output` {output} holds the drafter in another packaging, which has no place for calibration. Name another "
             "folder."
         )
-    model, tokenizer = target_by_name(target)
+    model, tokenizer = _load_target(target, chat_template_kwargs)
     draft_model = drafter_by_name(drafter, model)
     set_calibration(draft_model)
     sets = read_prompt_sets(prompts, count)
@@ -631,12 +687,14 @@ def profile(
         str | None, typer.Option(help="Drafter whose draft time to measure too: a folder, a repo id, or 'default'.")
     ] = None,
     context_length: Annotated[int, typer.Option(min=1, help="Cached tokens behind which to measure.")] = 256,
+    packed: Annotated[bool, typer.Option("--packed", help="Measure the target with packed linear layers.")] = False,
     live: Annotated[bool, typer.Option("--live", help="Let the rounds decoded with it correct it.")] = False,
     json_output: JsonOutput = False,
 ) -> None:
     """Measure what a forward of the target costs here.
 
-    Forwards of 1 to 64 tokens are timed, and with --drafter the drafting.
+    Forwards of 1 to 64 tokens are timed, and with --drafter the drafting. A profile holds for the form of the target it was
+    measured on: with --packed, for a target after `pack_linears`.
 
     \b
     Examples:
@@ -644,9 +702,12 @@ def profile(
       hf-dspark profile --drafter my-drafter --output my-drafter/load_profile.json
     """
     from .load_profile import LoadProfile
+    from .packing import pack_linears
 
     model, _ = target_by_name(target)
     draft_model = None if drafter is None else drafter_by_name(drafter, model)
+    if packed:
+        pack_linears(model)
     measured = LoadProfile.measure(model, draft_model, context_length=context_length)
     measured = measured.live() if live else measured
     measured.save(output)
@@ -671,6 +732,7 @@ def simulate(
         list[Path] | None, typer.Option(help="JSONL of prompts, or a folder of such, to record traces on; may be repeated.")
     ] = None,
     target: Target = "default",
+    chat_template_kwargs: ChatTemplate = None,
     drafter: Drafter = "default",
     count: Count = None,
     max_new_tokens: AnswerTokens = 128,
@@ -704,7 +766,7 @@ def simulate(
         require_extra("evaluate", "matplotlib")
     curve = LoadProfile.load(profile)
     if prompts:
-        model, tokenizer = target_by_name(target)
+        model, tokenizer = _load_target(target, chat_template_kwargs)
         options = next(iter(_settings([temperature]).values()))
         conversations = [prompt for texts in read_prompt_sets(prompts, count).values() for prompt in texts]
         draft_model = drafter_by_name(drafter, model)
@@ -735,6 +797,7 @@ def simulate(
 @app.command()
 def doctor(
     target: Target = "default",
+    chat_template_kwargs: ChatTemplate = None,
     drafter: Drafter = "default",
     prompts: Annotated[
         list[Path] | None, typer.Option(help="JSONL of prompts, or a folder of such; a few built-in ones when not given.")
@@ -758,7 +821,7 @@ def doctor(
     from .load_profile import LoadProfile
     from .packing import pack_linears
 
-    model, tokenizer = target_by_name(target)
+    model, tokenizer = _load_target(target, chat_template_kwargs)
     draft_model = drafter_by_name(drafter, model)
     if packed:
         pack_linears(model)

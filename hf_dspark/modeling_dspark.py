@@ -276,6 +276,11 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             # Not a submodule: neither state_dict nor .to() must ever reach the target through the drafter.
             object.__setattr__(self, "_target", bound)
             self._set_aside_foreign_profile(target)
+            if self.device.type == "cpu" and target.device.type not in ("cpu", "meta"):
+                logger.warning(
+                    f"The drafter is on the processor and its target on {target.device}, which makes every draft slow: move it "
+                    "with `drafter.to(target.device)`."
+                )
 
     def _set_aside_foreign_profile(self, target: PreTrainedModel) -> None:
         """A profile that only came along with the checkpoint must be of this machine and target; one that was set need not."""

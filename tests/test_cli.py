@@ -191,6 +191,43 @@ def test_train(folder, answers, tmp_path):
     assert any(not torch.equal(a, b.float()) for a, b in zip(trained.parameters(), published.parameters(), strict=True))
 
 
+def test_train_as_wished(folder, answers, tmp_path, caplog):
+    """What DFlash trains, in less memory; then calibrated, which going on makes void."""
+    output = tmp_path / "drafter"
+    arguments = [
+        "train", "--data", answers, "--output", output, "--target", folder / "target", "--batch-size", 2, "--num-anchors", 2,
+        "--layers", 1, "--block-size", 3, "--key-value-heads", 2, "--sliding-window", 6, "--no-sample-from-anchor",
+        "--cross-entropy-weight", 1, "--distance-weight", 0, "--loss-decay", 2, "--max-logit-positions", 4, "--save-every", 1,
+    ]  # fmt: skip
+    invoke(*arguments, "--steps", 1)
+    drafter = DSparkDraftModel.from_pretrained(output)
+    config = drafter.config
+    assert (config.num_key_value_heads, config.sliding_window, config.sample_from_anchor) == (2, 6, False)
+    config.confidence_temperatures = [2.0, 1.0]
+    drafter.save_pretrained(output)
+    invoke(*arguments, "--steps", 2, "--resume")
+    assert "What was calibrated since the last checkpoint is dropped: calibrate the drafter again." in caplog.text
+    assert not DSparkDraftModel.from_pretrained(output).config.is_calibrated
+
+
+def test_arguments_of_the_chat_template(folder, tmp_path):
+    """They reach the prompt of every command that shows one to the target."""
+    thoughtful = tmp_path / "target"
+    shutil.copytree(folder / "target", thoughtful)
+    template = thoughtful / "chat_template.jinja"
+    mark = "{% if mark is defined %}{{ mark }}{% endif %}"
+    template.write_text(mark + template.read_text())
+    given = ["--chat-template-kwargs", json.dumps({"mark": text([30])})]
+    arguments = ["generate", text([12, 8]), "--target", thoughtful, "--drafter", folder / "drafter", "--max-new-tokens", 12]
+    plain, marked = run_json(*arguments)["text"], run_json(*arguments, *given)["text"]
+    assert plain == run_json(*arguments, "--chat-template-kwargs", "{}")["text"] != marked
+    for wrong in ("no JSON", "[1]"):
+        result = CliRunner().invoke(cli.app, [*map(str, arguments), "--chat-template-kwargs", wrong])
+        assert result.exit_code == 2 and "must be a JSON object" in result.output
+    for command in ("train", "regenerate", "synthesize", "evaluate", "calibrate", "simulate", "doctor"):
+        assert "--chat-template-kwargs JSON" in invoke(command, "--help")
+
+
 def test_regenerate(folder, tmp_path):
     output = tmp_path / "answers.jsonl"
     arguments = ["regenerate", "--prompts", folder / "prompts.jsonl", "--output", output, "--target", folder / "target"]
@@ -223,7 +260,9 @@ def test_profile(folder, tmp_path):
     assert report["draft_milliseconds"] == pytest.approx(1e3 * measured.draft_seconds, abs=0.01)
     assert milliseconds.keys() == {str(size) for size in measured.steps_per_second}
     assert milliseconds["1"] == pytest.approx(1e3 * measured.step_seconds(1), abs=0.01)
-    assert measured.draft_seconds > 0
+    assert measured.draft_seconds > 0 and measured.measured_on["linears"] == "plain"
+    invoke("profile", "--output", output, *arguments, "--packed")
+    assert LoadProfile.load(output).measured_on["linears"] == "packed"
 
 
 def test_simulate(folder, tmp_path):

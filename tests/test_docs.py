@@ -25,7 +25,18 @@ from hf_dspark.formats.export import WRITTEN
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-OTHER_PROGRAMS = ("make", "git", "python", "pip", "vllm", "accelerate", "head", "export")  # not run: jobs of hours, or not ours
+OTHER_PROGRAMS = (
+    "make",
+    "git",
+    "python",
+    "pip",
+    "vllm",
+    "accelerate",
+    "torchrun",
+    "hf",
+    "head",
+    "export",
+)  # not run: jobs of hours, or not ours
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 

@@ -17,7 +17,7 @@ from .reliability import Block, recorded_blocks, reliability, threshold_sweep
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "T=0": {"do_sample": False},
-    "T=1": {"do_sample": True, "temperature": 1.0, "top_k": 50},
+    "T=1": {"do_sample": True, "temperature": 1.0, "top_k": 50, "top_p": 1.0},  # whatever the target's own
 }
 
 

@@ -18,7 +18,7 @@ from transformers.trainer_utils import IntervalStrategy
 from transformers.utils import logging
 
 from ..configuration_dspark import CALIBRATION_FIELDS
-from ..formats.files import LOAD_PROFILE_NAME
+from ..formats.files import CONFIG_NAME, LOAD_PROFILE_NAME
 from ..load_profile import LoadProfile
 from ..modeling_dspark import DSparkDraftModel
 from .data import most_used_tokens, read_examples, token_list
@@ -99,6 +99,9 @@ def train_drafter(
     if checkpoint is not None:
         # Shape, mask token and draft vocabulary of the run so far, even if the data has changed since.
         drafter = DSparkDraftModel.from_pretrained(checkpoint)
+        saved = Path(args.output_dir, CONFIG_NAME)
+        if saved.is_file() and any(json.loads(saved.read_text(encoding="utf-8")).get(name) for name in CALIBRATION_FIELDS):
+            logger.warning("What was calibrated since the last checkpoint is dropped: calibrate the drafter again.")
         if (profile := Path(args.output_dir, LOAD_PROFILE_NAME)).is_file():  # measured since; a checkpoint has none
             drafter.load_profile = LoadProfile.load(profile)
     new = drafter is None
