@@ -42,6 +42,7 @@ def model_card(
         `ModelCard`: its `save(path)` writes the file, its `data.eval_results` hold the accepted lengths.
     """
     config = drafter.config
+    has_code = drafter.folder is None or packaging_of(drafter.folder)[0] is own  # the files that AutoModel and generate need
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
     measured = [row for row in results if row["prompts"] != ALL]
     data = ModelCardData(
@@ -50,7 +51,7 @@ def model_card(
         library_name="transformers",
         base_model=base_model,
         pipeline_tag="text-generation",
-        tags=["speculative-decoding", "dspark", "draft-model", "custom_generate"],
+        tags=["speculative-decoding", "dspark", "draft-model", *(["custom_generate"] if has_code else [])],
         datasets=list(datasets) or None,
         model_name=name if measured else None,  # of the results
         eval_results=[
@@ -90,7 +91,7 @@ def model_card(
         "print(tokenizer.decode(output[0], skip_special_tokens=True), drafter.statistics)\n```",
         "Batches, sampling, streaming and every other option of `generate` stay as they are.",
     ]
-    if drafter.folder is None or packaging_of(drafter.folder)[0] is own:  # saved with the files that this needs
+    if has_code:
         parts += [
             "A script that does not import hf_dspark can use it too, where the package is installed and the two short Python "
             "files here are trusted:",
@@ -204,7 +205,7 @@ def _scheduling(drafter: DSparkDraftModel) -> str:
     elif config.is_calibrated:
         calibrated = "The confidences are calibrated on rollouts; the values are in config.json."
     profile = "No load profile comes along"
-    if drafter.load_profile is not None:
+    if drafter.saved_profile is not None:
         profile = "The load profile in this folder is that of the machine it was measured on"
     return (
         "How many drafted tokens are verified follows from the drafter's confidences and from what a forward costs. "

@@ -658,9 +658,14 @@ def push(
     from .formats import own
 
     drafter_by_name(drafter)
+    readme = drafter / "README.md"
+    named = re.search(r'DSparkDraftModel\.from_pretrained\("([^"]+)"', _read_text(readme) if readme.is_file() else "")
     own.complete_folder(drafter)
     api = HfApi()
     url = api.create_repo(repo_id, private=private, exist_ok=True)
+    if named is not None and named[1] != url.repo_id:
+        text = f"The card loads {named[1]!r}: write it again with `hf-dspark card --name {url.repo_id}`, and push again."
+        print(text, file=sys.stderr)
     try:
         api.upload_folder(
             repo_id=url.repo_id,
@@ -671,11 +676,6 @@ def push(
         )
     except RuntimeError as error:  # of a file; the reason is what it was raised from
         raise OSError(f"{error} {error.__cause__ or ''} Nothing was committed; push again.") from error
-    readme = drafter / "README.md"
-    named = re.search(r'DSparkDraftModel\.from_pretrained\("([^"]+)"', _read_text(readme) if readme.is_file() else "")
-    if named is not None and named[1] != url.repo_id:
-        text = f"The card loads {named[1]!r}: write it again with `hf-dspark card --name {url.repo_id}`, and push again."
-        print(text, file=sys.stderr)
     print(json.dumps({"url": str(url)}) if json_output else url)
 
 

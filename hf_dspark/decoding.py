@@ -17,6 +17,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.cache_utils import BaseQuantizedLayer, Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils import logging
 
 from .batch import Batch, Outcome
 from .candidate_generator import DSparkCandidateGenerator
@@ -25,6 +26,8 @@ from .processing import RowProcessors
 from .rows import Rows
 from .statistics import Round, Statistics
 from .target import TargetForward
+
+logger = logging.get_logger(__name__)
 
 
 @torch.no_grad()
@@ -60,6 +63,7 @@ def dspark_decoding(
         model_kwargs.pop(unused, None)
     refuse_inexact(target, generation_config, synced_gpus, model_kwargs.get("cache"))
     drafter.bind(target)
+    warn_of_a_drafter_left_behind(drafter, target)
     statistics = drafter.statistics = Statistics(drafter.config.num_draft_tokens, drafter.device, target.device)
     processors = RowProcessors(logits_processor, batch_size=len(input_ids))
     rows = Rows(input_ids, stopping_criteria, generation_config, streamer)
@@ -134,6 +138,15 @@ def _report(drafter: DSparkDraftModel, rows: Rows, running: list[int], outcome: 
 
 def _last(ids: Tensor, count: int) -> list[int]:
     return ids[len(ids) - count :].tolist()
+
+
+def warn_of_a_drafter_left_behind(drafter: DSparkDraftModel, target: PreTrainedModel) -> None:
+    """Says so where a drafter is on the processor and its target is not, which nothing else would tell."""
+    if drafter.device.type == "cpu" and target.device.type not in ("cpu", "meta"):
+        logger.warning_once(
+            f"The drafter is on the processor and its target on {target.device}, which makes every draft slow: move it with "
+            "`drafter.to(target.device)`."
+        )
 
 
 def refuse_changing_rope(target: PreTrainedModel, shortest: int, longest: int) -> None:

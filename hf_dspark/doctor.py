@@ -20,6 +20,7 @@ from .candidate_generator import SCHEDULING_MODES
 from .evaluation import encode_prompts
 from .evaluation.comparison import left_padded
 from .evaluation.reliability import verified_to_the_end
+from .evaluation.rollouts import ALL
 from .load_profile import LoadProfile
 from .modeling_dspark import DSparkDraftModel
 from .packing import PackedLinear
@@ -139,7 +140,7 @@ def stated_acceptance(drafter: DSparkDraftModel) -> float | None:
     folder = drafter.folder or drafter.name_or_path
     if not folder or not (path := Path(folder, "README.md")).is_file():
         return None
-    row = r"^\| T=0 \|(?! all \|)[^|]*\| [\d.]+ \| ([\d.]+) \|"
+    row = rf"^\| T=0 \|(?! {ALL} \|)[^|]*\| [\d.]+ \| ([\d.]+) \|"
     rows = re.findall(row, path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return sum(map(float, rows)) / len(rows) if rows else None
 

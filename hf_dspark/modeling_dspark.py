@@ -249,12 +249,16 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             written = any(staged.iterdir())  # not where another process writes
             if written:
                 write_code_files(staged)
-            profile = self.load_profile or self._profile_set_aside
-            if written and profile is not None:
-                profile.save(staged / LOAD_PROFILE_NAME)
+            if written and self.saved_profile is not None:
+                self.saved_profile.save(staged / LOAD_PROFILE_NAME)
         if push_to_hub and written:
             upload["max_shard_size"] = max_shard_size
             self.push_to_hub(repo_id or folder.resolve().name, **upload)  # type: ignore[arg-type]  # hidden by a wrapper
+
+    @property
+    def saved_profile(self) -> LoadProfile | None:
+        """The load profile that is saved with the drafter: the one in use, or one of another machine that it came with."""
+        return self.load_profile or self._profile_set_aside
 
     # ---- the target's embedding and LM head, by reference ----
 
@@ -276,11 +280,6 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             # Not a submodule: neither state_dict nor .to() must ever reach the target through the drafter.
             object.__setattr__(self, "_target", bound)
             self._set_aside_foreign_profile(target)
-            if self.device.type == "cpu" and target.device.type not in ("cpu", "meta"):
-                logger.warning(
-                    f"The drafter is on the processor and its target on {target.device}, which makes every draft slow: move it "
-                    "with `drafter.to(target.device)`."
-                )
 
     def _set_aside_foreign_profile(self, target: PreTrainedModel) -> None:
         """A profile that only came along with the checkpoint must be of this machine and target; one that was set need not."""

@@ -85,6 +85,8 @@ class Rows:
             `list[int | None]`: by how many tokens each of them has grown; `None` for one that had finished before.
         """
         lengths: list[int | None] = []
+        if self._time:  # asked once a round, and the same for all rows
+            self._time_is_up = bool(self._time(self.sequences[0][None], None).any())
         followed = torch.cat([candidates, following[:, None]], dim=1)
         numbers = followed.tolist()  # one copy to the host for all rows
         for place, (row, count) in enumerate(zip(running, accepted, strict=True)):
@@ -111,8 +113,8 @@ class Rows:
         scores = self._records.get("scores")
         if self._ends[row] is None:
             for end, token in enumerate(new, before + 1):
-                stops = end >= self.max_length or token in self._end_tokens
-                if not stops and (self._time or self._criteria or self._criteria_of_user):
+                stops = end >= self.max_length or token in self._end_tokens or self._time_is_up
+                if not stops and (self._criteria or self._criteria_of_user):
                     seen = None if scores is None else tuple(s[None] for s in scores[row][: end - self.prompt_length])
                     stops = self._asked(row, ids[None, :end], seen)
                 if stops:
@@ -124,9 +126,6 @@ class Rows:
 
     def _asked(self, row: int, ids: Tensor, scores: tuple[Tensor, ...] | None) -> bool:
         """Whether a criterion ends a row behind tokens `(1, S)`; one of a user's may know the rows by their places."""
-        if bool(self._time(ids, scores).any()):
-            self._time_is_up = True
-            return True
         if bool(self._criteria(ids, scores).any()):
             return True
         if not self._criteria_of_user:

@@ -182,9 +182,9 @@ class ServingLoop:
         self._open(Request(None, torch.zeros(1, dtype=torch.long), max_new_tokens=1))  # raises what every request would
         self._lock = threading.Lock()  # of the three collections that other threads reach
         self._waiting: deque[Request] = deque()
-        self._live: set[Hashable] = set()
+        self._live: dict[Hashable, None] = {}  # in the order in which they came
         self._cancelled: set[Hashable] = set()
-        self._untold: list[Event] = []  # of a step that was interrupted
+        self._events: list[Event] = []  # not returned yet; at the beginning of a step, those of one that was interrupted
         self._stepping = threading.Lock()
         self._running: list[_Row] = []
         self._batch: Batch | None = None  # its rows are those of `_running`
@@ -204,7 +204,7 @@ class ServingLoop:
         with self._lock:
             if request.id in self._live:
                 raise ValueError(f"`id` {request.id!r} belongs to a request that is still being served. Give another.")
-            self._live.add(request.id)
+            self._live[request.id] = None
             self._waiting.append(request)
 
     def cancel(self, id: Hashable) -> bool:
@@ -225,7 +225,7 @@ class ServingLoop:
     def idle(self) -> bool:
         """`bool`: nothing is waiting or running."""
         with self._lock:
-            return not (self._live or self._untold)
+            return not (self._live or self._events)
 
     # ---- the loop ----
 
@@ -239,25 +239,25 @@ class ServingLoop:
             an interrupt, which is passed on, the next call begins with the events that could not be returned.
         """
         with self._stepping:
-            started = time.perf_counter()
-            events, self._untold = self._untold, []
+            if self.drafter is not None:
+                self.drafter.bind(self.target)  # it may have helped another one meanwhile
+            started, events = time.perf_counter(), self._events
             try:
-                if self.drafter is not None:
-                    self.drafter.bind(self.target)  # it may have helped another one meanwhile
                 self._drop_cancelled(events)
                 self._admit(events)
                 if self._running:
                     self._round(events)
             except BaseException as error:
-                ended = {event.id for event in events if event.finished}
-                events += [self._failure(row.request, error) for row in self._running if row.request.id not in ended]
                 self._running, self._batch = [], None
+                with self._lock:
+                    waiting = {request.id for request in self._waiting}
+                    lost = [id for id in self._live if id not in waiting]
+                events += [self._failure(id, error) for id in lost]
                 if not isinstance(error, Exception):  # Ctrl-C in a notebook, say
-                    self._untold = events
                     raise
-            finally:
-                self._seconds += time.perf_counter() - started
-                self.statistics.close(self._seconds)
+            self._seconds += time.perf_counter() - started
+            self.statistics.close(self._seconds)
+            self._events = []
         return events
 
     def _drop_cancelled(self, events: list[Event]) -> None:
@@ -265,9 +265,9 @@ class ServingLoop:
             cancelled, self._cancelled = self._cancelled, set()
             gone = [request for request in self._waiting if request.id in cancelled]
             self._waiting = deque(request for request in self._waiting if request.id not in cancelled)
-        events += [self._end(request, "cancelled") for request in gone]
+        events += [self._end(request.id, "cancelled") for request in gone]
         stays = [row.request.id not in cancelled for row in self._running]
-        events += [self._end(row.request, "cancelled") for row, stay in zip(self._running, stays, strict=True) if not stay]
+        events += [self._end(row.request.id, "cancelled") for row, stay in zip(self._running, stays, strict=True) if not stay]
         self._keep([place for place, stay in enumerate(stays) if stay])
 
     def _admit(self, events: list[Event]) -> None:
@@ -279,10 +279,8 @@ class ServingLoop:
             try:
                 with self.statistics.timed("prefill"):
                     row, batch, outcome = self._prefill(request)
-            except BaseException as error:
-                events.append(self._failure(request, error))
-                if not isinstance(error, Exception):
-                    raise
+            except Exception as error:
+                events.append(self._failure(request.id, error))
                 continue
             events.append(self._event(row, outcome, 0, 1))
             if row.text.active:
@@ -368,7 +366,7 @@ class ServingLoop:
         for place, row in enumerate(rows):
             if outcome.faulty[place]:
                 committed.append(None)
-                events.append(self._failure(row.request, ValueError(_no_choice(row))))
+                events.append(self._failure(row.request.id, ValueError(_no_choice(row))))
                 continue
             own = slice(place, place + 1)
             committed += row.text.commit(outcome.candidates[own], outcome.accepted[own], outcome.following[own], [0])
@@ -394,7 +392,7 @@ class ServingLoop:
         block, length = outcome.block, outcome.lengths[place]
         finished = row.text.finish_reason(0)
         if finished is not None:
-            self._forget(row.request)
+            self._forget(row.request.id)
         return Event(
             row.request.id,
             tokens=row.ids[len(row.ids) - new :].tolist(),
@@ -405,17 +403,17 @@ class ServingLoop:
             finished=finished,
         )
 
-    def _failure(self, request: Request, error: BaseException) -> Event:
-        return self._end(request, "error", str(error) or type(error).__name__)
+    def _failure(self, id: Hashable, error: BaseException) -> Event:
+        return self._end(id, "error", str(error) or type(error).__name__)
 
-    def _end(self, request: Request, finished: str, error: str | None = None) -> Event:
-        self._forget(request)
-        return Event(request.id, [], [], 0, finished=finished, error=error)
+    def _end(self, id: Hashable, finished: str, error: str | None = None) -> Event:
+        self._forget(id)
+        return Event(id, [], [], 0, finished=finished, error=error)
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self, id: Hashable) -> None:
         with self._lock:
-            self._live.discard(request.id)
-            self._cancelled.discard(request.id)
+            self._live.pop(id, None)
+            self._cancelled.discard(id)
 
 
 def serve_batch(

@@ -46,7 +46,7 @@ class Visitor:
         self.started = max(self.started, clicked)
 
     def watch(self, clicked: float, states: Generator[T]) -> Iterator[T]:
-        """Passes on what a click of Start has set going, until it ends or another click ends it.
+        """Passes on what a click of Start, told to [`start`], has set going, until it ends or another click ends it.
 
         Args:
             clicked (`float`): when.
@@ -55,7 +55,6 @@ class Visitor:
         Raises:
             Stopped: it was a click of Stop.
         """
-        self.start(clicked)
         with closing(states):
             for state in states:
                 if self.started > clicked:

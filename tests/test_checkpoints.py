@@ -533,15 +533,6 @@ def test_rows_of_the_head_follow_the_target():
     assert not torch.equal(bound.base_logits(hidden), expected.float())
 
 
-@pytest.mark.parametrize("place, warned", [("cuda:0", True), ("cpu", False), ("meta", False)])
-def test_a_drafter_left_behind_on_the_processor_is_told_of(place, warned, monkeypatch, caplog):
-    target, drafter = make_target(), make_drafter()
-    monkeypatch.setattr(type(target), "device", torch.device(place))
-    monkeypatch.setattr(logging.get_logger("hf_dspark"), "propagate", True)
-    drafter.bind(target)
-    assert ("with `drafter.to(target.device)`" in caplog.text) == warned
-
-
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16])
 def test_a_target_in_another_dtype_is_the_same_target(tmp_path, stored, loaded):

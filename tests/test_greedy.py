@@ -1,5 +1,6 @@
 """Greedy text with a drafter is the target's own, token for token, whatever the target, the drafter and the schedule."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ from tiny import (
 )
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from hf_dspark import DSparkCandidateGenerator, LoadProfile, scheduling
+from hf_dspark import DSparkCandidateGenerator, LoadProfile, decoding, scheduling
 
 PROMPTS = {"one row": [5], "three rows": [2, 7, 4]}
 MODES = ("full", "threshold", "early_stop", "two_step", "presampled", None)
@@ -111,6 +112,13 @@ def test_thresholds(on):
         assert_same_text(target, inputs, plain, generate(target, inputs, drafter))
         scheduled.append(drafter.statistics.scheduled / drafter.statistics.drafted)
     assert scheduled == sorted(scheduled, reverse=True) and scheduled[0] > scheduled[-1]
+
+
+@pytest.mark.parametrize("place, warned", [("cuda:0", True), ("cpu", False), ("meta", False)])
+def test_a_drafter_left_behind_on_the_processor_is_told_of(place, warned, caplog):
+    logging.Logger.warning_once.cache_clear()
+    decoding.warn_of_a_drafter_left_behind(tiny_drafter(tiny_target()), SimpleNamespace(device=torch.device(place)))
+    assert ("with `drafter.to(target.device)`" in caplog.text) == warned
 
 
 @pytest.mark.parametrize(

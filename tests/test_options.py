@@ -253,26 +253,30 @@ def test_prompt_of_one_token(target, drafter):
 
 def test_time_runs_out(target, drafter, inputs, monkeypatch):
     assert torch.equal(generate(target, inputs, drafter, max_time=0.0), generate(target, inputs, max_time=0.0))
-    if len(inputs["input_ids"]) > 1:
-        return  # rows are asked one by one, so the clock below would run faster
-    results = []
-    for assistant in (None, drafter):
-        ticks = iter(range(1000))
-        monkeypatch.setattr(host_criteria, "time", SimpleNamespace(time=lambda ticks=ticks: next(ticks)))
-        results.append(generate(target, inputs, assistant, max_time=7.5))
-    assert results[0].shape[1] == inputs["input_ids"].shape[1] + 8
-    assert torch.equal(*results)
-
-
-def test_time_ends_all_rows_in_one_step(target, drafter, monkeypatch):
-    """Without an end token they would otherwise run on to the length of the fastest."""
-    inputs, rounds = padded_prompts([2, 7, 4]), []
+    # Rows end in the same step; without an end token they would otherwise run on to the length of the fastest.
+    rounds, length = [], inputs["input_ids"].shape[1]
     drafter.on_round = rounds.append
     monkeypatch.setattr(host_criteria, "time", SimpleNamespace(time=lambda: len(rounds)))
     output = generate(target, inputs, drafter, max_new_tokens=60, max_time=4.5)
-    grown = [sum(len(one.committed[row]) for one in rounds) for row in range(3)]
-    assert len(rounds) == 6 and output.shape[1] == 7 + min(grown) and len(set(grown)) > 1
+    grown = [sum(len(one.committed[row]) for one in rounds) for row in range(len(inputs["input_ids"]))]
+    assert len(rounds) == 6 and output.shape[1] == length + min(grown) > length + 6
     assert torch.equal(output, generate(target, inputs, max_new_tokens=min(grown)))
+
+
+def test_rows_that_run_on_end_with_the_time(target, drafter, monkeypatch):
+    """All have stopped, one of them far ahead, and the others would go on to its length."""
+    inputs, rounds = padded_prompts([2, 7, 4]), []
+    drafter.on_round = rounds.append
+    generate(target, inputs, drafter, max_new_tokens=60)
+    grown = [sum(len(one.committed[row]) for one in rounds[:5]) for row in range(3)]
+    ahead = grown.index(max(grown))
+    assert max(grown) > min(grown) + 2
+    ends = StoppingCriteriaList([StopsPlaces(inputs["input_ids"], [max(grown) if row == ahead else 1 for row in range(3)])])
+    rounds.clear()
+    monkeypatch.setattr(host_criteria, "time", SimpleNamespace(time=lambda: len(rounds)))
+    output = generate(target, inputs, drafter, max_new_tokens=60, max_time=4.5, stopping_criteria=ends)
+    assert len(rounds) == 6 and output.shape[1] < 7 + max(grown)
+    assert torch.equal(output, generate(target, inputs, max_new_tokens=output.shape[1] - 7))
 
 
 def test_stop_strings(target, drafter, inputs):

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 from scipy.stats import chisquare
-from tiny import EOS, PAD, assert_same_text, tiny_target
+from tiny import EOS, PAD, VOCABULARY, assert_same_text, tiny_target
 from tiny_tokenizer import text, tiny_tokenizer
+from transformers import BartConfig, BartForCausalLM
 
 from hf_dspark import pack_linears
 from hf_dspark.training.data import read_examples
@@ -230,3 +231,6 @@ def test_a_target_that_cannot_be_masked_is_refused():
     target.config.attention_chunk_size = 8
     with pytest.raises(ValueError, match="'chunked_attention'"):
         answers_of(target, PROMPTS)
+    config = BartConfig(vocab_size=VOCABULARY, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=48)
+    with pytest.raises(ValueError, match=r"BartForCausalLM takes no `position_ids`.*: write its answers with"):
+        answers_of(BartForCausalLM(config).eval(), PROMPTS)

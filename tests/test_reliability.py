@@ -170,6 +170,12 @@ def test_thresholds_by_hand():
     assert threshold_sweep([Block([], 5, 5)]) == []
 
 
+def test_a_set_may_not_have_the_name_of_the_total():
+    target = tiny_target()
+    with pytest.raises(ValueError, match="results over all prompts go by the name 'all'"):
+        next(evaluate(target, tiny_tokenizer(), tiny_drafter(target), {"all": ["one"], "other": ["two"]}))
+
+
 @pytest.mark.parametrize("head", [True, False])
 def test_evaluation_of_real_rollouts(head, tmp_path):
     target = tiny_target()
@@ -224,8 +230,5 @@ def test_prompt_sets(tmp_path):
         read_prompt_sets([tmp_path])
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "a.jsonl").write_text('{"prompt": "four"}\n')
-    (tmp_path / "other" / "all.jsonl").write_text('{"prompt": "five"}\n')
-    with pytest.raises(ValueError, match=r"all\.jsonl: results over all files go by the name 'all'"):
-        read_prompt_sets([tmp_path / "other" / "all.jsonl"])
     with pytest.raises(ValueError, match=r"a\.jsonl: there is a file a\.jsonl before it"):
         read_prompt_sets([tmp_path / "a.jsonl", tmp_path / "other"])

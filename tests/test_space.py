@@ -127,8 +127,14 @@ def test_the_latest_click_counts():
         finally:
             closed.append(True)
 
-    first, second = visitor.watch(1.0, states()), visitor.watch(2.0, states())
-    assert next(first) == 0 and next(second) == 0
+    def watch(clicked):
+        visitor.start(clicked)
+        return visitor.watch(clicked, states())
+
+    first = watch(1.0)
+    assert next(first) == 0
+    second = watch(2.0)
+    assert next(second) == 0
     assert list(first) == [] and closed == [True]  # another start takes its place, without a word
     visitor.stopped = 1.5  # a click of Stop that was overtaken
     assert next(second) == 1
@@ -137,9 +143,9 @@ def test_the_latest_click_counts():
         next(second)
     assert closed == [True, True]
     with pytest.raises(Stopped):
-        next(visitor.watch(2.5, states()))  # Stop came first
-    assert list(visitor.watch(4.0, states())) == [0, 1, 2]
-    shown = visitor.watch(5.0, states())
+        next(watch(2.5))  # Stop came first
+    assert list(watch(4.0)) == [0, 1, 2]
+    shown = watch(5.0)
     assert next(shown) == 0
     visitor.start(6.0)  # a click that was refused: what it typed is not shown, and neither is what it replaced
     assert list(shown) == []

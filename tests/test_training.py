@@ -1166,7 +1166,7 @@ def stopped_step(folder, target, examples):
 
 
 def shared_work(folder, target, examples, processes):
-    """Cached states, half by each process, and the batches of a run that goes on in the middle of its second epoch."""
+    """Cached states, by whichever process finds them missing; and batches, gone on with in the middle of an epoch."""
     cached = cache_target_states(target, (examples * 20)[:150], [0, 2], folder / "states", progress=False)
     assert len(list((folder / "states").glob("*.safetensors"))) == 3
     assert all(cached[index]["last_states"].shape[0] == len(examples[index % 8]["input_ids"]) for index in range(150))

@@ -35,8 +35,7 @@ def read_prompt_sets(paths: Sequence[str | Path], count: int | None = None) -> d
         `dict[str, list]`: messages of each conversation.
 
     Raises:
-        ValueError: a path holds no JSONL file, two files have one name, one is called `all.jsonl`, one is empty, or a line is
-            not of that form.
+        ValueError: a path holds no JSONL file, two files have one name, one is empty, or a line is not of that form.
     """
     sets = {}
     for path in map(Path, paths):
@@ -44,8 +43,6 @@ def read_prompt_sets(paths: Sequence[str | Path], count: int | None = None) -> d
         if not files:
             raise ValueError(f'{path}: no .jsonl file in this folder; name one with lines of {{"prompt": ...}}.')
         for file in files:
-            if file.stem == ALL:
-                raise ValueError(f"{file}: results over all files go by the name {ALL!r}; rename this one.")
             if file.stem in sets:
                 raise ValueError(f"{file}: there is a file {file.name} before it, and results go by that name; rename one.")
             sets[file.stem] = list(read_prompts(file))[:count]
@@ -114,8 +111,11 @@ def evaluate(
 
     Raises:
         ImportError: scikit-learn is not installed.
+        ValueError: a set is called `"all"`.
     """
     require_extra("evaluate", "sklearn")
+    if ALL in prompt_sets:
+        raise ValueError(f"results over all prompts go by the name {ALL!r}; rename the set (the file) of that name.")
     for setting, options in settings.items():
         rows: list[Comparison] = []
         all_blocks: list[Block] = []

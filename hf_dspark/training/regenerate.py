@@ -23,8 +23,10 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache import SlotCache
-from ..target import ragged_mask
+from ..target import ragged_mask, refuse_unplaced_rows
 from .data import end_last_line, is_conversation, read_prompts, read_records, render_prompt, token_list
+
+_INSTEAD = 'write its answers with `target.generate`, as {"messages": [...]} lines'
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,7 @@ def answer_requests(
     Raises:
         ValueError: the target's attention cannot run rows of different lengths.
     """
+    refuse_unplaced_rows(target, _INSTEAD)
     stop, waiting = frozenset(eos_token_ids), iter(requests)
     generator = torch.Generator(target.device).manual_seed(seed)
     cache = SlotCache(target.config, batch_size)
@@ -263,11 +266,10 @@ def _step(target: PreTrainedModel, cache: SlotCache, rows: list[_Row]) -> Tensor
     length = max(row.slot for row in rows) + 1
     cache.place_rows(slots, length)
     seen = torch.arange(length, device=target.device) <= slots[..., None]  # (R, 1, S): itself and what is before it
-    instead = 'write its answers with `target.generate`, as {"messages": [...]} lines'
     return target(
         input_ids=torch.tensor([row.answer[-1:] for row in rows], device=target.device),
         position_ids=slots,
-        attention_mask=ragged_mask(target, slots, seen, instead),
+        attention_mask=ragged_mask(target, slots, seen, _INSTEAD),
         cache=cache,
     ).logits[:, -1]
 

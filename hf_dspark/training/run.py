@@ -24,7 +24,7 @@ from ..modeling_dspark import DSparkDraftModel
 from .data import most_used_tokens, read_examples, token_list
 from .initialization import config_for_target, start_drafter
 from .state_cache import cache_target_states
-from .trainer import DSparkTrainer, DSparkTrainingArguments
+from .trainer import DSparkTrainer, DSparkTrainingArguments, place_target
 
 logger = logging.get_logger(__name__)
 
@@ -57,8 +57,8 @@ def train_drafter(
             given.
         drafter ([`DSparkDraftModel`], *optional*): one to go on from instead of a new one.
         max_sequence_length (`int`, defaults to 1024): tokens per conversation.
-        validation_examples (`int`, defaults to 32): conversations set aside, or a tenth of all where that is less; a prompt
-            goes with all of its answers. Where that leaves none, nothing is evaluated.
+        validation_examples (`int`, defaults to 32): conversations set aside, or a tenth of all where that is less; more
+            where a prompt, which goes with all of its answers, has many. Where that leaves none, nothing is evaluated.
         chat_template_kwargs (`dict`, *optional*): passed to the chat template.
         start (`bool`, defaults to `True`): whether a new drafter starts from the target's weights, from which token
             follows which in the answers, and from least squares on the target's states, see
@@ -84,6 +84,7 @@ def train_drafter(
             f"{args.output_dir} holds checkpoints of an earlier run ({Path(checkpoint).name}). Pass `resume` (--resume) to go "
             "on from there, or name another folder."
         )
+    place_target(target, args)
     set_seed(args.seed)
     examples = [
         example for path in data for example in read_examples(path, tokenizer, max_sequence_length, chat_template_kwargs)
@@ -92,6 +93,11 @@ def train_drafter(
     apart = _held_out_prompts(examples, min(validation_examples, len(examples) // 10), args.seed)
     examples = sorted((examples[i] for i in order), key=lambda example: _prompt_of(example) in apart)
     split = sum(_prompt_of(example) not in apart for example in examples)
+    if len(examples) - split > 2 * validation_examples:
+        logger.warning(
+            f"{len(examples) - split} of {len(examples)} conversations are set aside, not {validation_examples}: a prompt goes "
+            "with all of its answers, and some have many. More prompts with fewer answers each teach more."
+        )
     if not apart:
         args = copy.copy(args)
         args.eval_strategy = IntervalStrategy.NO
@@ -102,8 +108,8 @@ def train_drafter(
         saved = Path(args.output_dir, CONFIG_NAME)
         if saved.is_file() and any(json.loads(saved.read_text(encoding="utf-8")).get(name) for name in CALIBRATION_FIELDS):
             logger.warning("What was calibrated since the last checkpoint is dropped: calibrate the drafter again.")
-        if (profile := Path(args.output_dir, LOAD_PROFILE_NAME)).is_file():  # measured since; a checkpoint has none
-            drafter.load_profile = LoadProfile.load(profile)
+        if (profile := Path(args.output_dir, LOAD_PROFILE_NAME)).is_file():  # it may have been measured since
+            drafter.load_profile = drafter._profile_along = LoadProfile.load(profile)
     new = drafter is None
     if drafter is not None:
         drafter.float()  # as files are, small steps would be rounded away; `bf16` and `fp16` of the arguments save time

@@ -66,7 +66,7 @@ def cache_target_states(
 ) -> CachedExamples:
     """Runs the target over examples and stores the states that training reads; shards that exist are kept.
 
-    Where several processes train on a machine, each makes its share of the shards and waits for the others.
+    The processes of a distributed run begin at different shards, and make what they find missing.
 
     Args:
         target (`PreTrainedModel`): the target.
@@ -86,10 +86,12 @@ def cache_target_states(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    processes, place, rank = _processes()
-    starts = range(place * _EXAMPLES_PER_SHARD, len(examples), processes * _EXAMPLES_PER_SHARD)
-    unit = f" × {_EXAMPLES_PER_SHARD} answers"
-    for start in tqdm(starts, desc="target states", unit=unit, disable=not progress or place > 0):
+    distributed = dist.is_available() and dist.is_initialized()
+    rank, processes = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+    starts = list(range(0, len(examples), _EXAMPLES_PER_SHARD))
+    first = len(starts) * rank // processes
+    order, unit = starts[first:] + starts[:first], f" × {_EXAMPLES_PER_SHARD} answers"
+    for start in tqdm(order, desc="target states", unit=unit, disable=not progress or rank > 0):
         part = examples[start : start + _EXAMPLES_PER_SHARD]
         fingerprint = _fingerprint(target, part, layer_ids, dtype)
         path = _shard_path(folder, start // _EXAMPLES_PER_SHARD)
@@ -100,19 +102,7 @@ def cache_target_states(
             temporary = path.with_suffix(f".tmp{rank}")
             save_file(tensors, temporary, metadata={"fingerprint": fingerprint})
             os.replace(temporary, path)
-    if processes > 1:
-        dist.barrier()
     return CachedExamples(folder, examples)
-
-
-def _processes() -> tuple[int, int, int]:
-    """Of a distributed run: how many processes share this folder's work, which of them this is, and which of all."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return 1, 0, 0
-    count, rank = dist.get_world_size(), dist.get_rank()
-    if "LOCAL_WORLD_SIZE" in os.environ:  # launched by torchrun or accelerate
-        return int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]), rank
-    return count, rank, rank
 
 
 def captured_states(

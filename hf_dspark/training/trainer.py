@@ -73,6 +73,8 @@ class DSparkTrainingArguments(TrainingArguments):
             self.ddp_find_unused_parameters = False
         if self.optimizer not in ("muon", "host"):
             raise ValueError(f"`optimizer` must be 'muon' or 'host', got {self.optimizer!r}.")
+        if not self.loss_decay > 0:
+            raise ValueError(f"`loss_decay` must be above 0, got {self.loss_decay}.")
         if self.spike_factor != 0 and not self.spike_factor > 1:
             raise ValueError(f"`spike_factor` must be above 1, or 0 to let every loss pass, got {self.spike_factor}.")
 
@@ -80,6 +82,12 @@ class DSparkTrainingArguments(TrainingArguments):
     def loss_weights(self) -> LossWeights:
         """The four weights of the loss."""
         return LossWeights(self.cross_entropy_weight, self.distance_weight, self.confidence_weight, self.loss_decay)
+
+
+def place_target(target: PreTrainedModel, args: TrainingArguments) -> None:
+    """Moves a target to where this process trains."""
+    if target.device != args.device:  # a quantised target is where it was loaded, and refuses to be moved
+        target.to(args.device)  # type: ignore[arg-type]
 
 
 class DSparkTrainer(Trainer):
@@ -101,8 +109,7 @@ class DSparkTrainer(Trainer):
     args: DSparkTrainingArguments
 
     def __init__(self, model: DSparkDraftModel, target: PreTrainedModel, args: DSparkTrainingArguments, **kwargs: Any):
-        if target.device != args.device:  # a quantised target is where it was loaded, and refuses to be moved
-            target.to(args.device)  # type: ignore[arg-type]
+        place_target(target, args)
         self.target = target.eval().requires_grad_(False)
         model.bind(self.target)
         self._confidence_trained = model.confidence_head is not None and args.confidence_weight > 0
@@ -131,6 +138,7 @@ class DSparkTrainer(Trainer):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         sampler = LengthGroupedSampler([len(example["input_ids"]) for example in dataset], self.args.train_batch_size, seed)
+        self.remove_callback(_TellEpoch)  # of an earlier call
         self.add_callback(_TellEpoch(sampler))
         return sampler
 
