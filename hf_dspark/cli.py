@@ -334,8 +334,9 @@ def train(
             resume=resume,
             **shape,
         )
-        print(f"Drafter saved to {output}.")
-    if json_output:
+        if trainer.is_world_process_zero():
+            print(f"Drafter saved to {output}.")
+    if json_output and trainer.is_world_process_zero():
         state = trainer.state
         print(json.dumps({"output": str(output), "steps": state.global_step, "tau": state.best_metric}))
 
