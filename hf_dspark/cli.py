@@ -500,7 +500,7 @@ def _evaluation_line(row: dict) -> str:
 @app.command()
 def calibrate(
     prompts: Prompts,
-    output: Annotated[Path, typer.Option(help="Folder to save the calibrated drafter to; may be its own folder.")],
+    output: Annotated[Path, typer.Option(help="Folder to save the calibrated drafter to; may be the drafter's own.")],
     target: Target = "default",
     chat_template_kwargs: ChatTemplate = None,
     drafter: Drafter = "default",

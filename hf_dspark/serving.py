@@ -25,7 +25,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from .batch import Batch, Outcome
 from .candidate_generator import DSparkCandidateGenerator
-from .decoding import refuse_changing_rope, refuse_inexact
+from .decoding import refuse_changing_rope, refuse_inexact, warn_of_a_drafter_left_behind
 from .modeling_dspark import DSparkDraftModel
 from .processing import GreedyLaw, RowProcessors
 from .rows import Rows
@@ -174,6 +174,7 @@ class ServingLoop:
             raise ValueError(f"`max_rows` must be an integer of at least 1, got {max_rows!r}. Leave it out for 16.")
         if drafter is not None:
             drafter.bind(target)
+            warn_of_a_drafter_left_behind(drafter, target)
         self.target, self.drafter, self.max_rows = target, drafter, max_rows
         longest = 0 if drafter is None else drafter.config.num_draft_tokens
         self.statistics = Statistics(longest, (drafter or target).device, target.device)
