@@ -342,6 +342,29 @@ def train(
 
 
 @app.command()
+def average(
+    drafters: Annotated[
+        list[str], typer.Argument(help="Drafters that come from one, runs or checkpoints: folders or repo ids.")
+    ],
+    output: Annotated[Path, typer.Option(help="Folder for their mean.")],
+    weight: Annotated[list[float] | None, typer.Option(help="Of each drafter; may be repeated. Equal when not given.")] = None,
+    json_output: JsonOutput = False,
+) -> None:
+    """Average the weights of several runs.
+
+    Runs that went on from a common drafter give a better one together than each alone. Calibrate it afterwards.
+
+    \b
+    Examples:
+      hf-dspark average my-drafter next my-drafter/checkpoint-900 --output mean
+    """
+    from .training.averaging import average_drafters
+
+    average_drafters([drafter_by_name(name) for name in drafters], weight).save_pretrained(output)
+    print(json.dumps({"output": str(output)}) if json_output else f"Drafter saved to {output}.")
+
+
+@app.command()
 def regenerate(
     prompts: Annotated[str, typer.Option(help=f'{{"prompt": ...}} or {{"messages": [...]}}: {_SOURCE}.')],
     output: Annotated[Path, typer.Option(help="JSONL of answered conversations; an existing file is continued.")],

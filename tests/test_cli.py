@@ -191,6 +191,16 @@ def test_train(folder, answers, tmp_path):
     assert any(not torch.equal(a, b.float()) for a, b in zip(trained.parameters(), published.parameters(), strict=True))
 
 
+def test_average(folder, tmp_path):
+    printed = invoke(
+        "average", folder / "drafter", folder / "drafter", "--output", tmp_path / "mean", "--weight", 1, "--weight", 2
+    )
+    assert f"Drafter saved to {tmp_path / 'mean'}." in printed
+    mean, drafter = (DSparkDraftModel.from_pretrained(path) for path in (tmp_path / "mean", folder / "drafter"))
+    for value, expected in zip(mean.parameters(), drafter.parameters(), strict=True):
+        torch.testing.assert_close(value, expected)
+
+
 def test_train_as_wished(folder, answers, tmp_path, caplog):
     """What DFlash trains, in less memory; then calibrated, which going on makes void."""
     output = tmp_path / "drafter"

@@ -25,6 +25,7 @@ from transformers import AddedToken, AutoModelForCausalLM, TrainerCallback
 
 from hf_dspark import DSparkDraftModel, LoadProfile
 from hf_dspark.training import trainer as trainer_module
+from hf_dspark.training.averaging import average_drafters
 from hf_dspark.training.blocks import block_visibility, build_blocks, sample_anchors
 from hf_dspark.training.data import LengthGroupedSampler, collate, most_used_tokens, read_examples
 from hf_dspark.training.initialization import config_for_target, start_from_target, start_head_from_text
@@ -982,6 +983,41 @@ def test_mask_token_in_the_text_is_refused(target, data_file, tmp_path):
 def test_unknown_optimizer_is_refused(tmp_path):
     with pytest.raises(ValueError, match="`optimizer` must be 'muon' or 'host', got 'adam'"):
         arguments(tmp_path, optimizer="adam")
+
+
+# ---- averaging ----
+
+
+def test_the_mean_of_drafters(target):
+    """A drafter of its own, bound to nothing, not calibrated; the others stay as they are."""
+    first, second = (new_drafter(target, seed=seed, draft_vocab_size=24) for seed in (0, 1))
+    first.config.confidence_temperatures = [2.0] * 5
+    first.bind(target)
+    before = weights_of(first)
+    mean = average_drafters([first, second.bfloat16()], [1, 3])
+    other = weights_of(second)
+    for name, value in mean.named_parameters():
+        torch.testing.assert_close(value.detach(), (before[name] + 3 * other[name].float()) / 4)
+    assert mean.dtype == torch.float32 and not mean.training and not mean.config.is_calibrated
+    assert torch.equal(mean.draft_token_ids, first.draft_token_ids)
+    assert first.config.is_calibrated and all(torch.equal(value, before[name]) for name, value in weights_of(first).items())
+    with pytest.raises(RuntimeError, match="not bound"):
+        mean.embed(torch.tensor([[7]]))
+    mean.bind(target)
+    equal = weights_of(average_drafters([first, first, first]))
+    assert all(torch.equal(value, before[name]) for name, value in equal.items())
+
+    for drafters, weights, message in (
+        ([first], None, "at least two drafters, got 1"),
+        ([first, second], [1.0], "`weights` must be 2 positive numbers"),
+        ([first, second], [1.0, 0.0], "`weights` must be 2 positive numbers"),
+        ([first, new_drafter(target, draft_vocab_size=24, markov_rank=4)], None, "`markov_rank` of these is 8 and 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            average_drafters(drafters, weights)
+    second.set_draft_vocabulary(torch.arange(1, 25))
+    with pytest.raises(ValueError, match="draft from different tokens"):
+        average_drafters([first, second])
 
 
 # ---- stopping and going on ----
