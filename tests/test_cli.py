@@ -220,20 +220,22 @@ def test_train_as_wished(folder, answers, tmp_path, caplog):
     assert not DSparkDraftModel.from_pretrained(output).config.is_calibrated
 
 
-def test_arguments_of_the_chat_template(folder, tmp_path):
-    """They reach the prompt of every command that shows one to the target."""
-    thoughtful = tmp_path / "target"
-    shutil.copytree(folder / "target", thoughtful)
-    template = thoughtful / "chat_template.jinja"
-    mark = "{% if mark is defined %}{{ mark }}{% endif %}"
-    template.write_text(mark + template.read_text())
-    given = ["--chat-template-kwargs", json.dumps({"mark": text([30])})]
-    arguments = ["generate", text([12, 8]), "--target", thoughtful, "--drafter", folder / "drafter", "--max-new-tokens", 12]
-    plain, marked = run_json(*arguments)["text"], run_json(*arguments, *given)["text"]
-    assert plain == run_json(*arguments, "--chat-template-kwargs", "{}")["text"] != marked
+def test_arguments_of_the_chat_template(folder, tmp_path, monkeypatch, capsys):
+    """They reach the template, which here asks for one, whatever the target makes of the prompt."""
+    asking = tmp_path / "target"
+    shutil.copytree(folder / "target", asking)
+    template = asking / "chat_template.jinja"
+    template.write_text("{% if not mark %}{{ raise_exception('no mark given') }}{% endif %}" + template.read_text())
+    arguments = ["generate", text([12, 8]), "--target", asking, "--drafter", folder / "drafter", "--max-new-tokens", 4]
+    assert "no mark given" in failure(monkeypatch, capsys, *arguments)
+    assert "no mark given" in failure(monkeypatch, capsys, *arguments, "--chat-template-kwargs", "{}")
+    assert run_json(*arguments, "--chat-template-kwargs", '{"mark": true}')["tokens"]
     for wrong in ("no JSON", "[1]"):
         result = CliRunner().invoke(cli.app, [*map(str, arguments), "--chat-template-kwargs", wrong])
         assert result.exit_code == 2 and "must be a JSON object" in result.output
+    prompts = ["--prompts", folder / "prompts.jsonl", "--output", tmp_path / "out.jsonl", "--target", asking]
+    assert "no mark given" in failure(monkeypatch, capsys, "regenerate", *prompts, "--max-new-tokens", 4)
+    invoke("regenerate", *prompts, "--max-new-tokens", 4, "--chat-template-kwargs", '{"mark": true}')
     for command in ("train", "regenerate", "synthesize", "evaluate", "calibrate", "simulate", "doctor"):
         assert "--chat-template-kwargs JSON" in invoke(command, "--help")
 
