@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
@@ -125,11 +124,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 f"`scheduling` is {mode!r}, but this drafter has no confidence head to schedule by; use None or 'full'."
             )
         if mode == "threshold":
-            value = drafter.confidence_threshold
-            if not isinstance(value, Real) or not 0 <= value <= 1:
-                raise ValueError(f"`confidence_threshold` must be a number from 0 to 1, got {value!r}.")
-            if drafter.threshold_on not in ("conditional", "cumulative"):
-                raise ValueError(f"`threshold_on` must be 'conditional' or 'cumulative', got {drafter.threshold_on!r}.")
+            names = "confidence_threshold", "threshold_on"
+            scheduling.check_threshold(drafter.confidence_threshold, drafter.threshold_on, names)
         if mode in ("full", "threshold"):
             return mode
         if profile is None or profile.is_flat:

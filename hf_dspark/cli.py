@@ -547,7 +547,6 @@ def calibrate(
     """
     from dataclasses import asdict
 
-    from .configuration_dspark import CALIBRATION_FIELDS
     from .evaluation import fit_calibration, read_prompt_sets, roll_out, set_calibration
     from .formats import own, packaging_of
 
@@ -580,14 +579,7 @@ def calibrate(
                 )
             )
     found = {name: fit_calibration(drafts, draft_model, dataset=", ".join(sets)) for name, drafts in blocks.items()}
-    other = {  # of the way of decoding that was left out
-        name: getattr(stored.config, name)
-        for name in CALIBRATION_FIELDS
-        if ("greedy" if name.startswith("greedy_") else "sampled") not in found
-    }
-    set_calibration(stored, **found)
-    for name, values in other.items():
-        setattr(stored.config, name, values)
+    set_calibration(stored, **found, keep=True)
     stored.save_pretrained(output)
     if sts is not None:
         fit_calibration(blocks["sampled"], draft_model, dataset=", ".join(sets), offsets=False).save(sts)

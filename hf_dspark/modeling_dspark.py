@@ -206,8 +206,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         model.name_or_path = model.config.name_or_path = str(pretrained_model_name_or_path)
         model.folder = folder
         model._target_copies = find_target_copies(folder, variant)
-        if (folder / LOAD_PROFILE_NAME).is_file():
-            model.load_profile = model._profile_along = LoadProfile.load(folder / LOAD_PROFILE_NAME)
+        model.take_profile_of(folder)
         return (model, info) if with_info else model
 
     def save_pretrained(  # type: ignore[override]  # the host's further arguments are named ones, in kwargs
@@ -254,6 +253,18 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         if push_to_hub and written:
             upload["max_shard_size"] = max_shard_size
             self.push_to_hub(repo_id or folder.resolve().name, **upload)  # type: ignore[arg-type]  # hidden by a wrapper
+
+    def take_profile_of(self, folder: Path) -> None:
+        """Takes the load profile of a drafter's folder, if there is one; `bind` sets it aside where it is of another machine.
+
+        Args:
+            folder (`Path`): of this drafter.
+
+        Raises:
+            ValueError: its `load_profile.json` cannot be used.
+        """
+        if (folder / LOAD_PROFILE_NAME).is_file():
+            self.load_profile = self._profile_along = LoadProfile.load(folder / LOAD_PROFILE_NAME)
 
     @property
     def saved_profile(self) -> LoadProfile | None:

@@ -14,6 +14,8 @@ how many tokens `within_capacity` may now admit by rank.
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -80,12 +82,22 @@ def threshold(confidence: Tensor, value: float, on: str = "conditional") -> Tens
     Raises:
         ValueError: `value` is not in [0, 1], or `on` is neither form.
     """
-    if not 0 <= value <= 1:
-        raise ValueError(f"`value` must be a probability in [0, 1], got {value!r}. Pass 0 to verify every token.")
-    if on not in ("conditional", "cumulative"):
-        raise ValueError(f"`on` must be 'conditional' (each c_k) or 'cumulative' (the product), got {on!r}. Name one.")
+    check_threshold(value, on)
     kept = survival(confidence) if on == "cumulative" else confidence.nan_to_num(nan=0.0)
     return (kept >= value).long().cumprod(dim=1).sum(dim=1)
+
+
+def check_threshold(value: float, on: str, names: tuple[str, str] = ("value", "on")) -> None:
+    """Raises ValueError for what [`threshold`] cannot go by.
+
+    Args:
+        value, on: of [`threshold`].
+        names (`tuple[str, str]`): what its user calls them.
+    """
+    if not isinstance(value, Real) or not 0 <= value <= 1:
+        raise ValueError(f"`{names[0]}` must be a probability in [0, 1], got {value!r}. Pass 0 to verify every token.")
+    if on not in ("conditional", "cumulative"):
+        raise ValueError(f"`{names[1]}` must be 'conditional' (each c_k) or 'cumulative' (the product), got {on!r}. Name one.")
 
 
 def early_stop(confidence: Tensor, profile: LoadProfile) -> Tensor:

@@ -87,19 +87,21 @@ class Calibration:
         )
 
 
-def set_calibration(drafter: DSparkDraftModel, sampled: Calibration | None = None, greedy: Calibration | None = None) -> None:
+def set_calibration(
+    drafter: DSparkDraftModel, sampled: Calibration | None = None, greedy: Calibration | None = None, keep: bool = False
+) -> None:
     """Replaces a drafter's calibration; without values for a way of decoding, its confidences are raw again.
 
     Args:
         drafter ([`DSparkDraftModel`]): its configuration is changed, and saved with it.
         sampled ([`Calibration`], *optional*): for sampling, and for greedy decoding too unless that has its own.
         greedy ([`Calibration`], *optional*): for greedy decoding.
+        keep (`bool`, defaults to `False`): leave a way of decoding without values as it is.
     """
-    config = drafter.config
-    config.confidence_temperatures = None if sampled is None else sampled.temperatures
-    config.confidence_offsets = None if sampled is None else sampled.offsets
-    config.greedy_confidence_temperatures = None if greedy is None else greedy.temperatures
-    config.greedy_confidence_offsets = None if greedy is None else greedy.offsets
+    for prefix, values in (("", sampled), ("greedy_", greedy)):
+        if values is not None or not keep:
+            setattr(drafter.config, f"{prefix}confidence_temperatures", None if values is None else values.temperatures)
+            setattr(drafter.config, f"{prefix}confidence_offsets", None if values is None else values.offsets)
 
 
 def fit_calibration(blocks: Sequence[Block], drafter: DSparkDraftModel, dataset: str = "", offsets: bool = True) -> Calibration:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from ..configuration_dspark import CALIBRATION_FIELDS
+from ..evaluation.calibration import set_calibration
 from ..formats.own import DRAFTER_FIELDS
 from ..modeling_dspark import DSparkDraftModel
 
@@ -45,10 +46,8 @@ def average_drafters(drafters: Sequence[DSparkDraftModel], weights: Sequence[flo
         mine, theirs = first.draft_token_ids, other.draft_token_ids
         if mine is not None and not torch.equal(mine, theirs):
             raise ValueError("drafters of one draft vocabulary can be averaged; these draft from different tokens.")
-    config = copy.deepcopy(first.config)
-    for name in CALIBRATION_FIELDS:
-        setattr(config, name, None)
-    mean = DSparkDraftModel(config).float().eval()
+    mean = DSparkDraftModel(copy.deepcopy(first.config)).float().eval()
+    set_calibration(mean)
     states, total = [drafter.state_dict() for drafter in drafters], sum(weights)
     for name, value in mean.state_dict().items():
         if value.is_floating_point():

@@ -17,9 +17,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy
 from transformers.utils import logging
 
-from ..configuration_dspark import CALIBRATION_FIELDS
-from ..formats.files import CONFIG_NAME, LOAD_PROFILE_NAME
-from ..load_profile import LoadProfile
+from ..configuration_dspark import DSparkConfig
+from ..evaluation.calibration import set_calibration
+from ..formats.files import CONFIG_NAME
 from ..modeling_dspark import DSparkDraftModel
 from .data import most_used_tokens, read_examples, token_list
 from .initialization import config_for_target, start_drafter
@@ -105,18 +105,16 @@ def train_drafter(
     if checkpoint is not None:
         # Shape, mask token and draft vocabulary of the run so far, even if the data has changed since.
         drafter = DSparkDraftModel.from_pretrained(checkpoint)
-        saved = Path(args.output_dir, CONFIG_NAME)
-        if saved.is_file() and any(json.loads(saved.read_text(encoding="utf-8")).get(name) for name in CALIBRATION_FIELDS):
+        output = Path(args.output_dir)
+        if (output / CONFIG_NAME).is_file() and DSparkConfig.from_pretrained(output).is_calibrated:
             logger.warning("What was calibrated since the last checkpoint is dropped: calibrate the drafter again.")
-        if (profile := Path(args.output_dir, LOAD_PROFILE_NAME)).is_file():  # it may have been measured since
-            drafter.load_profile = drafter._profile_along = LoadProfile.load(profile)
+        drafter.take_profile_of(output)  # it may have been measured since
     new = drafter is None
     if drafter is not None:
         drafter.float()  # as files are, small steps would be rounded away; `bf16` and `fp16` of the arguments save time
         if drafter.config.is_calibrated:
             logger.warning("The calibration of this drafter will not hold after training and is dropped: calibrate it again.")
-            for name in CALIBRATION_FIELDS:
-                setattr(drafter.config, name, None)
+            set_calibration(drafter)
     if drafter is None:
         mask_token_id = _mask_token(mask_token_id, tokenizer, examples, target.config.get_text_config(decoder=True))
         drafter = DSparkDraftModel(config_for_target(target, mask_token_id, **config_overrides))
