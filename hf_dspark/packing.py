@@ -34,7 +34,8 @@ class PackedLinear(nn.Module):
         object.__setattr__(self, "_packed", packed)  # an opaque tensor: not a parameter, never saved
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and inputs.requires_grad:  # the packed kernel has no derivative
+        # The packed kernel has no derivative and no other dtype.
+        if (torch.is_grad_enabled() and inputs.requires_grad) or torch.is_autocast_enabled("cpu"):
             return F.linear(inputs, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(inputs, self._packed, self.bias, "none", [], "")
 

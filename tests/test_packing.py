@@ -56,6 +56,13 @@ def test_gradients_pass_through():
     torch.testing.assert_close(states.grad, 2 * states.detach() @ weight.T @ weight)
 
 
+def test_autocast():
+    target = tiny_target()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = logits(target)
+        torch.testing.assert_close(logits(pack_linears(target)), expected)
+
+
 def test_generate_with_a_drafter():
     target = tiny_target()
     drafter = tiny_drafter(target)

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AddedToken, AutoModelForCausalLM, TrainerCallback
 
-from hf_dspark import DSparkDraftModel, LoadProfile
+from hf_dspark import DSparkDraftModel, LoadProfile, pack_linears
 from hf_dspark.training import trainer as trainer_module
 from hf_dspark.training.averaging import average_drafters
 from hf_dspark.training.blocks import block_visibility, build_blocks, sample_anchors
@@ -978,6 +978,12 @@ def test_prompts_are_held_out_with_all_of_their_answers(target, data_file, tmp_p
 def test_mask_token_in_the_text_is_refused(target, data_file, tmp_path):
     with pytest.raises(ValueError, match=r"`mask_token_id` 5 \('<assistant>'\) occurs in the training text"):
         train_drafter(target, tiny_tokenizer(), [data_file], arguments(tmp_path), mask_token_id=ASSISTANT)
+
+
+def test_a_packed_drafter_is_refused(target, examples, tmp_path):
+    drafter = pack_linears(new_drafter(target))
+    with pytest.raises(ValueError, match="the linear layers of this drafter are packed"):
+        DSparkTrainer(drafter, target, arguments(tmp_path), train_dataset=examples)
 
 
 def test_unknown_optimizer_is_refused(tmp_path):

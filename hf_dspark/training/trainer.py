@@ -27,6 +27,7 @@ from transformers import (
 
 from ..cache import format_mask
 from ..modeling_dspark import DSparkDraftModel
+from ..packing import PackedLinear
 from .blocks import block_visibility, build_blocks, sample_anchors
 from .data import CACHED_STATES, LengthGroupedSampler, collate
 from .loss import LossOutput, LossWeights, dspark_loss, slot_weights
@@ -102,6 +103,9 @@ class DSparkTrainer(Trainer):
         args ([`DSparkTrainingArguments`]): settings.
         kwargs: of `transformers.Trainer`; datasets hold the records of [`~hf_dspark.training.data.read_examples`].
 
+    Raises:
+        ValueError: the drafter's linear layers are packed.
+
     Attributes:
         trained_anchors (`int`): blocks that this process has trained on.
     """
@@ -109,6 +113,11 @@ class DSparkTrainer(Trainer):
     args: DSparkTrainingArguments
 
     def __init__(self, model: DSparkDraftModel, target: PreTrainedModel, args: DSparkTrainingArguments, **kwargs: Any):
+        if any(isinstance(module, PackedLinear) for module in model.modules()):
+            raise ValueError(
+                "the linear layers of this drafter are packed (`pack_linears`, which `load_default` calls too), and packed "
+                "copies do not follow their weights. Load the drafter anew with DSparkDraftModel.from_pretrained."
+            )
         place_target(target, args)
         self.target = target.eval().requires_grad_(False)
         model.bind(self.target)
