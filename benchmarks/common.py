@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser, count: int) -> None:
 def chosen_sets(arguments: argparse.Namespace) -> dict[str, Sequence[Any]]:
     """The prompts asked for, by set."""
     if arguments.prompts is None:
-        return {"built-in": PROMPTS}
+        return {"built-in": PROMPTS[: arguments.count]}
     return dict(read_prompt_sets([arguments.prompts], arguments.count))
 
 

@@ -356,7 +356,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         Returns:
             tokens `(R, L)`; when sampling, the processed logits `(R, L, ·)` and the token ids they stand for; W1 of each
             position's predecessor `(R, L, r)`; and how many of the tokens are drafts `(R,)`, on the host: where the
-            processors ban all that there is to choose from, or there is NaN where a law is needed, a row's draft ends.
+            processors ban all that there is to choose from, or there is NaN where a law is needed, a row's draft ends; and
+            behind an end token, where processors read the text.
         """
         head, to_target = self.drafter.markov_head, self.drafter.draft_token_ids
         widen = to_target is not None and bool(self.processors) and not self.processors.scores_only
@@ -400,6 +401,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 choice = logits.argmax(-1)
             previous = choice if to_target is None or widen else to_target[choice]
             tokens.append(previous)
+            if self.processors and not self.processors.scores_only:
+                goes_on = [not self.processors.ends(row, token) for row, token in zip(rows, previous.tolist(), strict=True)]
+                usable = usable & torch.tensor(goes_on, device=usable.device)
         none = previous.new_empty(len(sequences), 0)
         return (
             torch.stack(tokens, dim=1) if tokens else none,

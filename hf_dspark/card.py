@@ -40,8 +40,17 @@ def model_card(
 
     Returns:
         `ModelCard`: its `save(path)` writes the file, its `data.eval_results` hold the accepted lengths.
+
+    Raises:
+        ValueError: the results are of drafts of another length.
     """
     config = drafter.config
+    lengths = {len(row["reliability"]) for row in results}
+    if lengths - {config.num_draft_tokens}:
+        raise ValueError(
+            f"the results are of drafts of {max(lengths)} tokens, and this drafter's have {config.num_draft_tokens}: they "
+            "belong to another one. Evaluate this drafter."
+        )
     has_code = drafter.folder is None or packaging_of(drafter.folder)[0] is own  # the files that AutoModel and generate need
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
     measured = [row for row in results if row["prompts"] != ALL]
@@ -123,11 +132,20 @@ def training_facts(folder: Path) -> str:
 
     Returns:
         `str`: Markdown; empty where there is no such checkpoint.
+
+    Raises:
+        ValueError: the checkpoint's state is damaged.
     """
-    states = sorted(folder.glob("checkpoint-*/trainer_state.json"), key=lambda path: int(path.parent.name.rpartition("-")[2]))
-    if not states:
+    from .training.run import TRAINER_STATE_NAME, last_checkpoint  # here, since it brings all of training along
+
+    checkpoint = last_checkpoint(folder)
+    if checkpoint is None:
         return ""
-    state = json.loads(states[-1].read_text(encoding="utf-8"))
+    path = Path(checkpoint) / TRAINER_STATE_NAME
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}). Remove that checkpoint.") from error
     facts = [f"{state['global_step']:,} steps, {state['epoch']:.1f} passes over the text."]
     measured = [entry for entry in state["log_history"] if "eval_tau" in entry]
     if measured:

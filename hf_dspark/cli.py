@@ -346,7 +346,7 @@ def average(
     drafters: Annotated[
         list[str], typer.Argument(help="Drafters that come from one, runs or checkpoints: folders or repo ids.")
     ],
-    output: Annotated[Path, typer.Option(help="Folder for their mean.")],
+    output: Annotated[Path, typer.Option(help="New or empty folder for their mean.")],
     weight: Annotated[list[float] | None, typer.Option(help="Of each drafter; may be repeated. Equal when not given.")] = None,
     json_output: JsonOutput = False,
 ) -> None:
@@ -360,6 +360,8 @@ def average(
     """
     from .training.averaging import average_drafters
 
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} holds something already. Name a new folder for the mean.")
     average_drafters([drafter_by_name(name) for name in drafters], weight).save_pretrained(output)
     print(json.dumps({"output": str(output)}) if json_output else f"Drafter saved to {output}.")
 
@@ -555,6 +557,8 @@ def calibrate(
     if sts is not None and not any(options["do_sample"] for options in settings.values()):
         raise ValueError("`--sts` holds temperatures for sampling: give a --temperature above 0, or none for 0 and 1.")
     stored = drafter_by_name(drafter)  # as it is on disk: what is loaded to run may be in another precision
+    if stored.confidence_head is None:
+        raise ValueError("this drafter has no confidence head, so there is nothing to calibrate. Train one with it.")
     if output.resolve() == stored.folder.resolve() and packaging_of(output)[0] is not own:
         raise ValueError(
             f"`--output` {output} holds the drafter in another packaging, which has no place for calibration. Name another "
@@ -598,7 +602,9 @@ def calibrate(
 
 @app.command()
 def card(
-    drafter: Annotated[Path, typer.Option(help="Folder of the drafter; its README.md is written.")],
+    drafter: Annotated[
+        Path, typer.Option(exists=True, file_okay=False, help="Folder of the drafter; its README.md is written.")
+    ],
     base_model: Annotated[str, typer.Option(help="Repo id of the target.")],
     name: Annotated[
         str | None, typer.Option(help="Repo id it will have, user/my-drafter; the folder's name when not given.")
@@ -655,7 +661,7 @@ def _read_results(path: Path) -> list[dict]:
 
 @app.command()
 def push(
-    drafter: Annotated[Path, typer.Option(help="Folder of the drafter.")],
+    drafter: Annotated[Path, typer.Option(exists=True, file_okay=False, help="Folder of the drafter.")],
     repo_id: Annotated[str, typer.Option(help="Where to, such as user/my-drafter; made if it does not exist.")],
     private: Annotated[bool, typer.Option(help="Whether a new repository is private.")] = False,
     json_output: JsonOutput = False,
@@ -672,6 +678,7 @@ def push(
     from huggingface_hub import HfApi
 
     from .formats import own
+    from .formats.files import LOAD_PROFILE_NAME
 
     drafter_by_name(drafter)
     readme = drafter / "README.md"
@@ -688,6 +695,8 @@ def push(
             folder_path=drafter,
             allow_patterns=["*.safetensors", "*.json", "*.md", "*.jinja", *own.CODE_FILES],
             ignore_patterns=["*/*.safetensors", "*/*.json", "*/*.md", "*/*.jinja"],  # checkpoints, cached states
+            # Of an earlier drafter there, where this one has none: weights in other pieces, a profile.
+            delete_patterns=["model*.safetensors", "model*.safetensors.index.json", LOAD_PROFILE_NAME],
             commit_message="Upload DSpark drafter",
         )
     except RuntimeError as error:  # of a file; the reason is what it was raised from
@@ -714,7 +723,7 @@ def profile(
 
     \b
     Examples:
-      hf-dspark profile --output load_profile.json
+      hf-dspark profile --drafter default --output load_profile.json
       hf-dspark profile --drafter my-drafter --output my-drafter/load_profile.json
     """
     from .load_profile import LoadProfile
@@ -781,6 +790,8 @@ def simulate(
     if pictures is not None:
         require_extra("evaluate", "matplotlib")
     curve = LoadProfile.load(profile)
+    if curve.draft_seconds == 0:
+        print("In this profile drafting costs nothing. Measure it with `hf-dspark profile --drafter`.", file=sys.stderr)
     if prompts:
         model, tokenizer = _load_target(target, chat_template_kwargs)
         options = next(iter(_settings([temperature]).values()))

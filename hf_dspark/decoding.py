@@ -65,12 +65,17 @@ def dspark_decoding(
     drafter.bind(target)
     warn_of_a_drafter_left_behind(drafter, target)
     statistics = drafter.statistics = Statistics(drafter.config.num_draft_tokens, drafter.device, target.device)
-    processors = RowProcessors(logits_processor, batch_size=len(input_ids))
     rows = Rows(input_ids, stopping_criteria, generation_config, streamer)
+    processors = RowProcessors(logits_processor, len(input_ids), rows.end_tokens)
     mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    past = model_kwargs["cache"].get_seq_length()
     if mask is None and not hasattr(generation_config, "_mask_length"):  # the host, too, then takes what it is given as new
         given = input_ids if embeds is None else embeds
-        generation_config._mask_length = model_kwargs["cache"].get_seq_length() + given.shape[1]
+        generation_config._mask_length = past + given.shape[1]
+    elif mask is None and embeds is None and not past:  # token healing may have shortened the prompt since that was noted
+        length = generation_config._mask_length = input_ids.shape[1]
+        if model_kwargs.get("position_ids") is not None:
+            model_kwargs["position_ids"] = model_kwargs["position_ids"][..., -length:]
     columns, shortest = (generation_config._mask_length,) * 2 if mask is None else (mask.shape[1], int(mask.sum(1).min()))
     # Of a cached text only what is new may be among `input_ids`, and nothing of one given as embeddings.
     refuse_changing_rope(target, shortest, rows.max_length + columns - input_ids.shape[1])
@@ -178,6 +183,11 @@ def refuse_inexact(target: PreTrainedModel, config: GenerationConfig, synced_gpu
     """Raises ValueError for options under which the output could not be the target's own."""
     if target.config.is_encoder_decoder:
         raise ValueError("a DSpark drafter cannot assist an encoder-decoder model: there is no drafter of that kind.")
+    if getattr(target.config.get_text_config(decoder=True), "cross_attention_layers", None):
+        raise ValueError(
+            f"{type(target).__name__} keeps keys of images in its cache, where a drafter expects those of the text: generate "
+            "without `assistant_model`."
+        )
     if config.assistant_ensemble_weight is not None:
         raise ValueError(
             "`assistant_ensemble_weight` mixes the drafter's distribution into the output, so the text would no longer be the "
@@ -195,6 +205,12 @@ def refuse_inexact(target: PreTrainedModel, config: GenerationConfig, synced_gpu
         )
     if cache is None:
         raise ValueError("a DSpark drafter needs the target's cache; leave `use_cache` at True.")
+    foreign = [type(part) for part in (cache, *cache.layers) if not type(part).__module__.startswith("transformers.")]
+    if foreign:
+        raise ValueError(
+            f"`cache` is or holds a {foreign[0].__name__}, a class from outside transformers: what it does to keys and values "
+            "would be lost. Pass a DynamicCache, or generate without `assistant_model`."
+        )
     if any(isinstance(layer, BaseQuantizedLayer) for layer in cache.layers):
         raise ValueError(
             "a quantised cache cannot take back rejected tokens without losing precision; leave out `cache_implementation` or "

@@ -63,6 +63,8 @@ def examine(
     """
     if not prompts:
         raise ValueError("`prompts` must hold a prompt, got none. Leave it out for the built-in ones.")
+    if drafter.confidence_head is None:
+        raise ValueError("a diagnosis needs confidences, and this drafter has no confidence head. Train one with it.")
     along = drafter.load_profile
     drafter.bind(target)  # which sets one aside that was measured elsewhere
     kept = drafter.load_profile

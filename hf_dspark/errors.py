@@ -19,4 +19,4 @@ def require_extra(extra: str, *modules: str) -> None:
     """
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
-        raise ImportError(f"this needs {' and '.join(missing)}, which is not installed: pip install 'hf-dspark[{extra}]'.")
+        raise ImportError(f"this needs {' and '.join(missing)}, which is not installed: in a clone, pip install '.[{extra}]'.")

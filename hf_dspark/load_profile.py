@@ -104,7 +104,9 @@ class LoadProfile:
         slopes = torch.zeros_like(seconds)
         if self.interpolation == "linear" and len(steps) > 1:
             slopes[:-1] = seconds.diff() / sizes.diff()
-            slopes[-1] = slopes[-2].clamp(min=0)  # a last segment that falls must not lead to times below zero
+            # Beyond the largest size: by the line from half of it, since one segment may be noise; never falling.
+            half = int((sizes[:-1] <= sizes[-1] / 2).sum().clamp_min(1)) - 1
+            slopes[-1] = ((seconds[-1] - seconds[half]) / (sizes[-1] - sizes[half])).clamp(min=0)
         for name, value in (
             ("steps_per_second", steps),
             ("draft_seconds", draft_seconds),

@@ -62,6 +62,8 @@ def drafter_by_name(
     if target is None:
         return DSparkDraftModel.from_pretrained(folder, **hub_kwargs)
     drafter = DSparkDraftModel.from_pretrained(folder, dtype=target.dtype, **hub_kwargs)
+    if drafter.config.vocab_size is None:  # some packagings do not say it, and `generate` compares it before all else
+        drafter.config.vocab_size = target.config.get_text_config(decoder=True).vocab_size
     if target.device.type != "meta":  # offloaded weights have no place
         drafter = drafter.to(target.device)
     if name == "default":  # its profile may be of another machine: better than none, and soon corrected

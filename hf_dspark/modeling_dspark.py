@@ -236,7 +236,15 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             variant (`str`, *optional*): the `fp16` of `model.fp16.safetensors`.
             kwargs: those of [`~transformers.PreTrainedModel.save_pretrained`] and, with `push_to_hub`, of
                 [`~transformers.PreTrainedModel.push_to_hub`], whose `repo_id` defaults to the name of the folder.
+
+        Raises:
+            ValueError: `push_to_hub` together with `state_dict` or `variant`.
         """
+        if push_to_hub and (state_dict is not None or variant):
+            raise ValueError(
+                "`push_to_hub` uploads the drafter's own weights as model.safetensors, not those of `state_dict` or `variant`. "
+                "Save first, and upload the folder with `hf-dspark push`."
+            )
         options = {"max_shard_size": max_shard_size, "variant": variant, **kwargs}
         if kwargs.get("distributed_checkpoint"):  # every process writes a part, and all to the same folder
             return super().save_pretrained(save_directory, is_main_process, state_dict, push_to_hub, **options)
@@ -320,7 +328,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         return self._target
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Embeddings of the target, scaled the way the target scales them.
+        """Embeddings as the target's embedding layer makes them; what its forward does to them afterwards is not in.
 
         Args:
             input_ids (`torch.LongTensor` of shape `(R, Q)`): tokens of the target's vocabulary.
@@ -410,7 +418,10 @@ class _BoundTarget:
             rows = self._rows(token_ids, config.vocab_size, target.dtype)
             self.row_head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
             self.row_head.weight = nn.Parameter(rows, requires_grad=False)
-            if any(isinstance(module, PackedLinear) for module in drafter.modules()):  # packed like the drafter itself
+            if getattr(self.head, "bias", None) is not None:
+                self.row_head.bias = nn.Parameter(self._at(token_ids, rows.new_zeros(1, self.width))[0], requires_grad=False)
+            packed = any(isinstance(module, PackedLinear) for module in drafter.modules())
+            if packed and rows.dtype == torch.float32 and rows.device.type == "cpu":  # packed like the drafter itself
                 self.row_head = PackedLinear(self.row_head, drafter.config.num_draft_tokens)
 
     @property
@@ -428,12 +439,18 @@ class _BoundTarget:
         weight = self.head.weight.detach()
         if type(weight) is Tensor and _is_plain(weight) and not weight.is_meta and len(weight) == vocab_size:
             return weight[token_ids.to(weight.device)]
-        # Quantised, offloaded or split over processes: the head answers unit vectors with its columns.
-        columns = []
-        for units in torch.eye(self.width, dtype=dtype, device=token_ids.device).split(256):
-            answers = self._run(self.head, units)
-            columns.append(answers[:, token_ids.to(answers.device)])
-        return torch.cat(columns).T.contiguous()
+        # Quantised, offloaded or split over processes: the head answers unit vectors with its columns, and its bias.
+        units = torch.eye(self.width, dtype=dtype, device=token_ids.device)
+        columns = torch.cat([self._at(token_ids, some) for some in units.split(256)])
+        if getattr(self.head, "bias", None) is not None:
+            columns = columns - self._at(token_ids, torch.zeros_like(units[:1]))
+        return columns.T.contiguous()
+
+    @torch.no_grad()
+    def _at(self, token_ids: Tensor, states: Tensor) -> Tensor:
+        """What the head says of some tokens, `(..., D)` to `(..., Vd)`."""
+        answers = self._run(self.head, states)
+        return answers[..., token_ids.to(answers.device)]
 
     @staticmethod
     def _run(module: Any, inputs: Tensor) -> Tensor:
@@ -446,7 +463,7 @@ class _BoundTarget:
         return module(inputs)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Embeddings `(..., D)` as the target makes them."""
+        """Embeddings `(..., D)` as the target's embedding layer makes them."""
         return self._run(self.embedding, input_ids)
 
     def base_logits(self, hidden_states: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def can_pack(target: PreTrainedModel) -> bool:
     """Whether a target's attention does nothing with rows but what the attention interface is asked for.
 
     So it is in the library's own models that use the interface, with SDPA or eager attention. Code from elsewhere is not
-    known, and Doge makes a mask of its own out of the values of all rows.
+    known, Doge makes a mask of its own out of the values of all rows, and GPT-2 can be set to bypass the interface.
     """
     models = [module for module in target.modules() if isinstance(module, PreTrainedModel)]
     return (
@@ -92,6 +92,7 @@ def can_pack(target: PreTrainedModel) -> bool:
         and target.config.get_text_config(decoder=True)._attn_implementation in ("sdpa", "eager")
         and all(model._can_set_attn_implementation() and not model.is_custom_code() for model in models)
         and not any(model.config.model_type == "doge" for model in models)
+        and not any(getattr(model.config, "reorder_and_upcast_attn", False) for model in models)
     )
 
 

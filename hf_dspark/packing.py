@@ -34,8 +34,9 @@ class PackedLinear(nn.Module):
         object.__setattr__(self, "_packed", packed)  # an opaque tensor: not a parameter, never saved
 
     def forward(self, inputs: Tensor) -> Tensor:
-        # The packed kernel has no derivative and no other dtype.
-        if (torch.is_grad_enabled() and inputs.requires_grad) or torch.is_autocast_enabled("cpu"):
+        moved = self.weight.dtype != torch.float32 or self.weight.device.type != "cpu"
+        # The packed kernel has no derivative, and is for no other dtype or device.
+        if moved or torch.is_autocast_enabled("cpu") or (torch.is_grad_enabled() and inputs.requires_grad):
             return F.linear(inputs, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(inputs, self._packed, self.bias, "none", [], "")
 

@@ -9,6 +9,7 @@ with the prefix that plain decoding would have shown them.
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ _PREFIX_ONLY = (
     host.MinNewTokensLengthLogitsProcessor,
     host.NoRepeatNGramLogitsProcessor,
     host.SequenceBiasLogitsProcessor,
+    host.NoBadWordsLogitsProcessor,
     host.ForcedBOSTokenLogitsProcessor,
     host.ForcedEOSTokenLogitsProcessor,
     host.ExponentialDecayLengthPenalty,
@@ -74,6 +76,8 @@ class RowProcessors:
     Args:
         processors (`LogitsProcessorList`): as prepared by `generate`.
         batch_size (`int`): rows of the call.
+        end_tokens (collection of `int`s, *optional*): tokens that end a row; processors are never shown what is behind one,
+            since plain decoding would not show it to them.
 
     Attributes:
         scores_only (`bool`): whether no processor reads the tokens before a position.
@@ -82,7 +86,7 @@ class RowProcessors:
         ValueError: one of the processors keeps a state, so that speculative decoding could not be exact.
     """
 
-    def __init__(self, processors: LogitsProcessorList, batch_size: int):
+    def __init__(self, processors: LogitsProcessorList, batch_size: int, end_tokens: Collection[int] = ()):
         for processor in processors:
             if isinstance(processor, _STATEFUL):
                 raise ValueError(
@@ -91,6 +95,7 @@ class RowProcessors:
                     "of SynthID, ...)."
                 )
         self.scores_only = all(type(processor) in _SCORES_ONLY for processor in processors)
+        self._ends = [frozenset(end_tokens)] * batch_size
         self.of_rows: list[Any] = [processors] * batch_size
         if batch_size > 1 and not self.scores_only:
             self.of_rows = [
@@ -103,8 +108,13 @@ class RowProcessors:
         """Those of one-row calls, as rows `0 … R − 1` of one batch. Rows may share a list, and are then processed together."""
         rows = copy.copy(calls[0])
         rows.of_rows = [processors for call in calls for processors in call.of_rows]
+        rows._ends = [ends for call in calls for ends in call._ends]
         rows.scores_only = all(call.scores_only for call in calls)
         return rows
+
+    def ends(self, row: int, token: int) -> bool:
+        """Whether a token ends a row of the call."""
+        return token in self._ends[row]
 
     def __bool__(self) -> bool:
         return any(len(processors) for processors in self.of_rows)
@@ -141,7 +151,7 @@ class RowProcessors:
             sequences (list of N `torch.LongTensor`s, 1-D): tokens up to and including the anchor.
             rows (list of N `int`s): number of each row in the batch of the call.
             tokens (`torch.LongTensor` of shape `(N, L)`): draft tokens, right-padded.
-            lengths (list of N `int`s): valid draft tokens; the positions behind them are not processed.
+            lengths (list of N `int`s): valid draft tokens; the positions behind them, or behind an end, are not processed.
 
         Returns:
             `torch.Tensor` of shape `(N, L + 1, V)`.
@@ -151,8 +161,11 @@ class RowProcessors:
         if self.scores_only:
             return self._on_scores(logits, rows)
         scores = logits.clone()
+        drafts = tokens.tolist()
         for index, length in enumerate(lengths):
             for position in range(length + 1):
+                if position and self.ends(rows[index], drafts[index][position - 1]):
+                    break
                 prefix = torch.cat([sequences[index], tokens[index, :position]])
                 scores[index, position] = self(scores[index, position][None], [prefix], [rows[index]])[0]
         return scores
@@ -177,7 +190,7 @@ def _apply(processors: Any, logits: Tensor) -> Tensor:
 
 def _of_row(processor: Any, row: int, batch_size: int) -> LogitsProcessor:
     """The processor as one row of the batch meets it, to be called with that row alone."""
-    if isinstance(processor, _SCORES_ONLY + _PREFIX_ONLY):
+    if type(processor) in _SCORES_ONLY + _PREFIX_ONLY:
         return processor
     narrow = copy.copy(processor)
     if type(processor) is host.RepetitionPenaltyLogitsProcessor:

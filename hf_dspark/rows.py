@@ -51,8 +51,8 @@ class Rows:
         lengths = [criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
         # As in plain decoding, a criterion is first asked behind a new token, whatever it says of the prompt.
         self.max_length: int = max(min(lengths, default=generation_config.max_length), self.prompt_length + 1)
-        ends = [criterion.eos_token_id.tolist() for criterion in stopping_criteria if type(criterion) is EosTokenCriteria]
-        self._end_tokens = {token for tokens in ends for token in tokens}
+        ends = [criterion.eos_token_id for criterion in stopping_criteria if type(criterion) is EosTokenCriteria]
+        self.end_tokens = {token for tokens in ends for token in tokens.reshape(-1).tolist()}
         others = [c for c in stopping_criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
         # The library's own tell nothing from a row's place.
         self._time = StoppingCriteriaList(c for c in others if type(c) is MaxTimeCriteria)
@@ -113,7 +113,7 @@ class Rows:
         scores = self._records.get("scores")
         if self._ends[row] is None:
             for end, token in enumerate(new, before + 1):
-                stops = end >= self.max_length or token in self._end_tokens or self._time_is_up
+                stops = end >= self.max_length or token in self.end_tokens or self._time_is_up
                 if not stops and (self._criteria or self._criteria_of_user):
                     seen = None if scores is None else tuple(s[None] for s in scores[row][: end - self.prompt_length])
                     stops = self._asked(row, ids[None, :end], seen)
@@ -162,7 +162,7 @@ class Rows:
         if row in self.active:
             return None
         ids = self.sequences[row]
-        return "length" if len(ids) == self.max_length and int(ids[-1]) not in self._end_tokens else "stop"
+        return "length" if len(ids) == self.max_length and int(ids[-1]) not in self.end_tokens else "stop"
 
     def finish(self) -> None:
         """Ends the stream."""

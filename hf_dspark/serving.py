@@ -333,7 +333,8 @@ class ServingLoop:
                 f"product of {len(input_ids)}. Set both to 1."
             )
         laws = processors if request.do_sample else LogitsProcessorList([*processors, GreedyLaw()])
-        row = _Row(request, Rows(input_ids, criteria, config, None), RowProcessors(processors, 1), RowProcessors(laws, 1))
+        rows = Rows(input_ids, criteria, config, None)
+        row = _Row(request, rows, *(RowProcessors(those, 1, rows.end_tokens) for those in (processors, laws)))
         generator: Any
         if self.drafter is None:
             generator = _NoDrafts(row.processors, request.do_sample, self.statistics)

@@ -42,7 +42,7 @@ class TracedBlock:
     """A draft that was verified to its end.
 
     Args:
-        at (`int`): tokens of the answer before it.
+        at (`int`): tokens of the answer before it, the first one not counted.
         confidence (`list[float]`): c_k of each draft token.
         accepted (`int`): how many of them the target agreed with.
     """
@@ -97,6 +97,7 @@ def record_traces(
     prompts: Sequence[Any],
     *,
     batch_size: int = 1,
+    seed: int = 0,
     **generate_kwargs: Any,
 ) -> list[Trace]:
     """Answers prompts with every draft verified to its end, and keeps what became of the drafts.
@@ -107,6 +108,7 @@ def record_traces(
         drafter ([`DSparkDraftModel`]): with a confidence head.
         prompts (sequence of `str` or `list[dict]`): user turns, or conversations that end with one.
         batch_size (`int`, defaults to 1): prompts per call.
+        seed (`int`, defaults to 0): seed of the sampling.
         generate_kwargs: of `generate`, e.g. `max_new_tokens=128, do_sample=False`.
 
     Returns:
@@ -119,6 +121,7 @@ def record_traces(
         raise ValueError("traces need confidences, and this drafter has no confidence head. Train one with it.")
     traces = []
     rounds: list[Round] = []
+    torch.manual_seed(seed)
     with verified_to_the_end(drafter, rounds.append):
         for start in range(0, len(prompts), batch_size):
             inputs = encode_prompts(tokenizer, prompts[start : start + batch_size]).to(target.device)

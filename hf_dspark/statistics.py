@@ -153,10 +153,12 @@ class Statistics:
         self.seconds["rest"] = max(0.0, seconds - sum(self.seconds.values()))
 
     def to_dict(self) -> dict:
-        """Everything above as plain numbers and lists, for JSON."""
+        """Everything above as plain numbers and lists, for JSON; `None` where nothing was judged."""
         return {
             "tau": self.tau,
-            "conditional_acceptance": self.conditional_acceptance,
+            "verified": self.verified,
+            "rejected": self.rejected,
+            "conditional_acceptance": [None if rate != rate else rate for rate in self.conditional_acceptance],
             **{name: value for name, value in vars(self).items() if not name.startswith("_")},
         }
 

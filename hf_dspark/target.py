@@ -77,6 +77,7 @@ class TargetForward:
         returns_dict = bool(generation_config.return_dict_in_generate)
         self.keeps_rows = returns_dict or getattr(self.user_cache, "_is_user_defined", False)
         self._output_attentions = returns_dict and bool(generation_config.output_attentions)
+        self._routes = hasattr(target.config.get_text_config(decoder=True), "output_router_logits")
         # A user who wants all states gets them from the same forward; the indices mean the same.
         wants_states = returns_dict and bool(generation_config.output_hidden_states)
         self._capture: Any = True if wants_states else captured_states
@@ -251,6 +252,8 @@ class TargetForward:
         inputs["output_hidden_states"] = self._capture
         if self._output_attentions:
             inputs["output_attentions"] = True
+        if self._routes:  # for a loss that nobody asks for here, and that takes masks of plain decoding only
+            inputs["output_router_logits"] = False
         return self.target(**inputs, return_dict=True)
 
     # ---- rows and cache ----

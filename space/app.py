@@ -75,7 +75,7 @@ def build(stage: Stage, prompts: tuple[str, ...] = PROMPTS) -> gr.Blocks:
     def look_up(text):
         try:
             text, note = check_text(text, pair.tokenizer, TOKEN_LIMIT)
-            return notice(note) + block.habits_page(pair, text)
+            return notice(note) + stage.call(block.habits_page, pair, text)
         except Refused as refusal:
             return notice(str(refusal), refusal.kind)
 

@@ -88,7 +88,8 @@ def check_text(text: str | None, tokenizer: PreTrainedTokenizerBase, limit: int 
         control = unicodedata.category(character) in ("Cc", "Cs") and character not in "\n\t"
         if control or ord(character) in _TURNING:
             raise Refused(f"The text holds an invisible control character (U+{ord(character):04X}). Please remove it.")
-    for word in tokenizer.all_special_tokens:
+    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    for word in {*tokenizer.all_special_tokens, *added}:
         if word in text:
             raise Refused(f"“{word}” is a control word of this model. Please leave it out.")
     if _TAG.search(text):

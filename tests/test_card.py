@@ -53,12 +53,18 @@ def test_metadata_comes_back(tmp_path):
     assert "model_name" not in model_card(drafter, "someone/drafter", "someone/target").data.to_dict()
 
 
+def test_results_of_another_drafter_are_refused():
+    with pytest.raises(ValueError, match="the results are of drafts of 4 tokens, and this drafter's have 2"):
+        model_card(make_drafter(block_size=2), "someone/drafter", "someone/target", results=RESULTS)
+
+
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_what_it_says_works(tmp_path, name):
     """Its Python compiles, its commands parse, and every form it offers to write can be written."""
     changes, packagings = DRAFTERS[name]
     drafter, target = make_drafter(**changes), make_target()
-    text = model_card(drafter, "someone/drafter", "someone/target", results=RESULTS).text
+    results = [row | {"reliability": row["reliability"][: drafter.config.num_draft_tokens]} for row in RESULTS]
+    text = model_card(drafter, "someone/drafter", "someone/target", results=results).text
     blocks = BLOCK.findall(text)
     for language, block in blocks:
         if language == "python":

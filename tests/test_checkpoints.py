@@ -178,6 +178,14 @@ def test_dtype(tmp_path, stored):
     assert DSparkDraftModel.from_pretrained(tmp_path).dtype == torch.float64  # the narrowest that loses nothing
 
 
+def test_push_to_hub_of_other_weights_is_refused(tmp_path):
+    drafter = make_drafter()
+    for options in ({"variant": "fp16"}, {"state_dict": drafter.state_dict()}):
+        with pytest.raises(ValueError, match="uploads the drafter's own weights"):
+            drafter.save_pretrained(tmp_path / "drafter", push_to_hub=True, **options)
+    assert not (tmp_path / "drafter").exists()
+
+
 def test_options_of_the_host(folder):
     drafter = DSparkDraftModel.from_pretrained(folder, attn_implementation="eager", device_map={"": "cpu"})
     assert drafter.config._attn_implementation == "eager" and drafter.device.type == "cpu"
@@ -208,6 +216,10 @@ def test_configuration_given_or_changed(folder):
     calibrated.save_pretrained(folder)
     shorter = DSparkDraftModel.from_pretrained(folder, block_size=2).config
     assert (shorter.confidence_temperatures, shorter.confidence_offsets) == ([1.0, 2.0], [0.1, 0.1])
+    assert AutoModel.from_pretrained(folder, block_size=2).config.confidence_temperatures == [1.0, 2.0]
+    for loaded in (DSparkDraftModel, AutoModel):
+        with pytest.raises(CheckpointError, match=r"describes no drafter: .*`mask_token_id`"):
+            loaded.from_pretrained(folder, mask_token_id=config.eos_token_id)
     with pytest.raises(CheckpointError, match="must be a DSparkConfig, got a Qwen3Config"):
         DSparkDraftModel.from_pretrained(folder, config=Qwen3Config())
     with pytest.raises(CheckpointError, match=r"`markov_head_type` 'gated', but the weights lack"):

@@ -191,11 +191,13 @@ def test_train(folder, answers, tmp_path):
     assert any(not torch.equal(a, b.float()) for a, b in zip(trained.parameters(), published.parameters(), strict=True))
 
 
-def test_average(folder, tmp_path):
+def test_average(folder, tmp_path, monkeypatch, capsys):
     printed = invoke(
         "average", folder / "drafter", folder / "drafter", "--output", tmp_path / "mean", "--weight", 1, "--weight", 2
     )
     assert f"Drafter saved to {tmp_path / 'mean'}." in printed
+    twice = ["average", folder / "drafter", folder / "drafter", "--output"]
+    assert "holds something already" in failure(monkeypatch, capsys, *twice, folder / "drafter")
     mean, drafter = (DSparkDraftModel.from_pretrained(path) for path in (tmp_path / "mean", folder / "drafter"))
     for value, expected in zip(mean.parameters(), drafter.parameters(), strict=True):
         torch.testing.assert_close(value, expected)
@@ -327,7 +329,7 @@ def test_evaluate(folder, tmp_path):
 def test_a_missing_extra_is_named_before_anything_is_done(command, missing, folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, missing, None)
     message = failure(monkeypatch, capsys, *command, "--prompts", folder / "prompts.jsonl", *pair_options(folder))
-    assert f"this needs {missing}, which is not installed: pip install 'hf-dspark[evaluate]'" in message
+    assert f"this needs {missing}, which is not installed: in a clone, pip install '.[evaluate]'" in message
 
 
 def test_calibrate(folder, tmp_path, monkeypatch, capsys):

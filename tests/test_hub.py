@@ -27,7 +27,7 @@ from tiny import PAD, one_thread, padded_prompts, tiny_drafter, tiny_target  # n
 from typer.testing import CliRunner
 
 import hf_dspark
-from hf_dspark import DSparkDraftModel, cli, custom_generate
+from hf_dspark import DSparkDraftModel, LoadProfile, cli, custom_generate
 from hf_dspark.formats import own
 
 
@@ -162,7 +162,12 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        self.answer({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
+        name, listed, _ = self.path.removeprefix("/api/models/").partition("/tree/")
+        if not listed:
+            self.answer({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
+            return
+        files = self.server.repositories[name]
+        self.answer([{"type": "file", "path": path, "size": len(files[path]), "oid": "0"} for path in files])
 
     do_HEAD = do_GET
 
@@ -212,6 +217,8 @@ class Hub(BaseHTTPRequestHandler):
                 value = entry["value"]
                 if entry["key"] == "file":
                     files[value["path"]] = base64.b64decode(value["content"])
+                elif entry["key"] == "deletedFile":
+                    del files[value["path"]]
                 elif entry["key"] == "lfsFile":
                     files[value["path"]] = self.server.objects[value["oid"]]
                     assert hashlib.sha256(files[value["path"]]).hexdigest() == value["oid"]
@@ -292,6 +299,19 @@ def test_push_sends_the_folder(hub, models, tmp_path):
     assert {ModelCard(content).data.base_model for content in hub.cards} == {"someone/target"}
     invoke("card", "--drafter", folder, "--base-model", "someone/target", "--name", "someone/my-drafter")
     assert "The card loads" not in invoke("push", "--drafter", folder, "--repo-id", "someone/my-drafter")
+
+
+@lfs_warning
+def test_push_clears_what_an_earlier_drafter_left(hub, models, tmp_path):
+    """Weights in pieces, which would stand beside those in one, and a load profile that the new one has not."""
+    drafter = DSparkDraftModel.from_pretrained(models / "my-drafter")
+    drafter.load_profile = LoadProfile({1: 20.0, 8: 10.0})
+    drafter.save_pretrained(tmp_path / "pieces", max_shard_size=4000)
+    arrived = hub.repositories["someone/my-drafter"] = {"notes.txt": b"mine"}
+    for folder in (tmp_path / "pieces", models / "my-drafter"):
+        invoke("push", "--drafter", folder, "--repo-id", "someone/my-drafter")
+        assert sorted(arrived) == sorted([*file_names(folder), "notes.txt"])
+    assert "load_profile.json" not in arrived and "model.safetensors" in arrived
 
 
 @lfs_warning

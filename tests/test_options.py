@@ -46,6 +46,7 @@ from transformers import (
     SynthIDTextWatermarkingConfig,
     T5Config,
     T5ForConditionalGeneration,
+    TemperatureLogitsWarper,
     TextIteratorStreamer,
     WatermarkingConfig,
 )
@@ -782,6 +783,90 @@ def test_processors_are_not_shown_what_they_have_banned(target, drafts, sampling
     assert drafter.statistics.drafted > drafter.statistics.scheduled > 0
     if not sampling["do_sample"]:
         assert torch.equal(texts, generate(target, inputs, **options))
+
+
+class KnowsNothingBehindAnEnd(LogitsProcessor):
+    def __init__(self, end):
+        self.end = end
+
+    def __call__(self, input_ids, scores):
+        if bool((input_ids[:, -1] == self.end).any()):
+            raise KeyError("no such text")
+        return scores
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_processors_are_not_shown_what_is_behind_an_end(target, drafter, do_sample):
+    inputs = padded_prompts([5])
+    free = new_tokens(inputs, generate(target, inputs))[0].tolist()
+    end = next(token for place, token in enumerate(free) if place >= 4 and token not in free[:place])
+    options = {"eos_token_id": end, "logits_processor": LogitsProcessorList([KnowsNothingBehindAnEnd(end)])}
+    drafter.scheduling = "full"
+    texts = generate(target, inputs, drafter, do_sample=do_sample, **options)
+    if not do_sample:
+        assert torch.equal(texts, generate(target, inputs, **options)) and texts[0, -1] == end
+    torch.manual_seed(0)
+    for _ in range(5 if do_sample else 0):  # some of which end
+        generate(target, inputs, drafter, do_sample=True, top_k=2, **options)
+
+
+class HeatOfRow(TemperatureLogitsWarper):
+    """A processor of the user made from one of the host: a temperature for each row."""
+
+    def __init__(self, penalties):
+        super().__init__(1.0)
+        self.penalties = penalties
+
+    def __call__(self, input_ids, scores):
+        assert len(scores) == len(self.penalties)
+        repeated = torch.zeros_like(scores).scatter_(1, input_ids, 1.0)
+        return scores - self.penalties[:, None] * repeated
+
+
+def test_a_subclass_of_a_processor_is_the_users(target, drafter):
+    inputs = padded_prompts([5, 3])
+    options = {"logits_processor": LogitsProcessorList([HeatOfRow(torch.tensor([0.0, 50.0]))])}
+    plain = generate(target, inputs, **options)
+    assert torch.equal(generate(target, inputs, drafter, **options), plain)
+    assert not torch.equal(plain, generate(target, inputs))
+
+
+class Forgetful(DynamicCache):
+    """A cache with ideas of its own."""
+
+
+def test_a_cache_from_elsewhere_is_refused(target, drafter):
+    with pytest.raises(ValueError, match="`cache` is or holds a Forgetful, a class from outside transformers"):
+        generate(target, padded_prompts([5]), drafter, cache=Forgetful(config=target.config))
+
+
+@pytest.mark.parametrize("lengths", [[5], [5, 5], [5, 3]])
+def test_router_logits_are_left_out(lengths):
+    """`generate` does not return them, and the loss made of them takes no masks but those of plain decoding."""
+    target = tiny_target("qwen3_moe")
+    inputs = padded_prompts(lengths)
+    plain = generate(target, inputs)
+    target.config.output_router_logits = True
+    assert torch.equal(generate(target, inputs, tiny_drafter(target)), plain)
+
+
+def test_token_healing_may_shorten_the_prompt(target, drafter):
+    tokenizer = tiny_tokenizer()
+    ids = torch.tensor([[20, 9, 31, 17, *[BOS] * 8]])  # special tokens at the end, which healing drops
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    options = {"token_healing": True, "tokenizer": tokenizer}
+    plain = generate(target, inputs, **options)
+    assert plain.shape[1] == 4 + 18
+    assert torch.equal(generate(target, inputs, drafter, **options), plain)
+    assert drafter.statistics.accepted
+
+
+def test_an_end_token_without_a_dimension(target, drafter):
+    inputs = padded_prompts([5])
+    end = int(new_tokens(inputs, generate(target, inputs))[0, 7])
+    options = {"stopping_criteria": StoppingCriteriaList([host_criteria.EosTokenCriteria(torch.tensor(end))])}
+    plain = generate(target, inputs, **options)
+    assert torch.equal(generate(target, inputs, drafter, **options), plain)
 
 
 def test_flash_attention_drafts_for_one_row_at_a_time(target, drafter):

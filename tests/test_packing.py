@@ -63,6 +63,11 @@ def test_autocast():
         torch.testing.assert_close(logits(pack_linears(target)), expected)
 
 
+def test_a_packed_model_may_change_its_dtype():
+    packed, plain = pack_linears(tiny_target()).double(), tiny_target().double()
+    torch.testing.assert_close(logits(packed), logits(plain))
+
+
 def test_generate_with_a_drafter():
     target = tiny_target()
     drafter = tiny_drafter(target)

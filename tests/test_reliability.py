@@ -10,6 +10,7 @@ import torch
 from tiny import PAD, tiny_drafter, tiny_target
 from tiny_tokenizer import text, tiny_tokenizer
 
+from hf_dspark import Round
 from hf_dspark.evaluation import (
     Block,
     Calibration,
@@ -153,7 +154,16 @@ def test_calibration_goes_to_a_file_and_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"temperatures": []}', '{"temperatures": [1, 0]}', '{"temperatures": ["1"]}']
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"temperatures": []}',
+        '{"temperatures": [1, 0]}',
+        '{"temperatures": ["1"]}',
+        '{"temperatures": [1], "num_samples": null}',
+    ],
 )
 def test_bad_calibration_files_are_refused(content, tmp_path):
     (tmp_path / "sts.json").write_text(content)
@@ -214,6 +224,22 @@ def test_recorded_blocks_are_those_of_the_statistics():
     with pytest.raises(RuntimeError), recorded_blocks(drafter):
         raise RuntimeError
     assert drafter.scheduling == "threshold" and drafter.on_round is None
+
+
+def test_nothing_counts_behind_a_stop():
+    """Two tokens of a draft of four get out before the end; the target would have agreed with three."""
+    drafter = tiny_drafter(tiny_target())
+    with recorded_blocks(drafter) as blocks:
+        drafter.on_round(Round([0], [[7, 8, 9, 10]], [3], [[7, 8]], [[0.9, 0.8, 0.7, 0.6]]))
+        drafter.on_round(Round([0], [[7, 8, 9]], [1], [[7, 5]], [[0.9, 0.8, 0.7]]))
+    assert blocks == [Block([0.9, 0.8], 2, 2), Block([0.9, 0.8, 0.7], 3, 1)]
+
+
+def test_a_calibration_has_a_value_for_each_position():
+    drafter = tiny_drafter(tiny_target())
+    with pytest.raises(ValueError, match="needs 5 temperatures, got 3"):
+        set_calibration(drafter, Calibration([1.0, 2.0, 3.0], "", 1, [], []))
+    assert not drafter.config.is_calibrated
 
 
 def test_prompt_sets(tmp_path):

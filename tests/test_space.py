@@ -464,7 +464,7 @@ for line in sys.stdin:
 def server(saved, tmp_path_factory):
     """A function that says a line to the server and returns its answer; its `address` is that of the page."""
     if find_spec("gradio") is None:
-        pytest.skip("needs gradio: pip install 'hf-dspark[space]'")
+        pytest.skip("needs gradio: in a clone, pip install '.[space]'")
     variables = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'space'}", "OMP_NUM_THREADS": "1"}
     log = tmp_path_factory.mktemp("server") / "log"
     with log.open("w") as errors:

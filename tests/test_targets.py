@@ -118,6 +118,27 @@ def test_multimodal(kind, lengths):
     assert (logits[0] - logits[1])[:, -1].abs().max() > 0.01, "the image has no effect"
 
 
+class Disguised(torch.Tensor):
+    """Weights of a class of their own, as quantised ones are."""
+
+
+@pytest.mark.parametrize("disguised", [False, True], ids=["plain", "of a class of its own"])
+def test_head_with_a_bias(disguised):
+    """As Phi's; a reduced vocabulary takes the rows of both."""
+    target = tiny_target()
+    head = target.lm_head
+    target.lm_head = torch.nn.Linear(head.in_features, head.out_features)
+    torch.nn.init.normal_(target.lm_head.bias, std=3)
+    weight = head.weight.detach().as_subclass(Disguised) if disguised else head.weight
+    target.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    drafter = tiny_drafter(target, draft_token_ids=REDUCED)
+    drafter.bind(target)
+    hidden = torch.randn(3, 32)
+    wanted = drafter.bound_target.full_logits(hidden)[:, drafter.draft_token_ids]
+    torch.testing.assert_close(drafter.base_logits(hidden), wanted.as_subclass(torch.Tensor))
+    assert_same(target, padded_prompts([3, 1, 5]), drafter)
+
+
 # ---- weights that are not simply there ----
 
 

@@ -104,7 +104,9 @@ def _load_from_package(gguf: Path, dtype: torch.dtype) -> tuple[PreTrainedModel,
 
 def _unpack(gguf: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if find_spec("gguf") is None:
-        raise ImportError(f"Reading {gguf.name} needs the package gguf, which is not installed: pip install 'hf-dspark[demo]'.")
+        raise ImportError(
+            f"Reading {gguf.name} needs the package gguf, which is not installed: in a clone, pip install '.[demo]'."
+        )
     # AutoTokenizer would first parse the whole file for a model configuration that it then does not use.
     tokenizer = PreTrainedTokenizerFast.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # `dequantize` makes a plain model of it; the default keeps a quantisation config with which nothing can be saved.

@@ -74,6 +74,7 @@ class Calibration:
             temperatures = values["temperatures"]
             if not temperatures or not all(type(t) in (int, float) and 0 < t < math.inf for t in temperatures):
                 raise ValueError
+            count = int(values.get("num_samples", 0))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f'{path}: expected a JSON object with "temperatures", a list of positive numbers, one per draft position.'
@@ -81,7 +82,7 @@ class Calibration:
         return cls(
             [float(t) for t in temperatures],
             str(values.get("dataset", "")),
-            int(values.get("num_samples", 0)),
+            count,
             values.get("ece_before", []),
             values.get("ece_after", []),
         )
@@ -97,7 +98,14 @@ def set_calibration(
         sampled ([`Calibration`], *optional*): for sampling, and for greedy decoding too unless that has its own.
         greedy ([`Calibration`], *optional*): for greedy decoding.
         keep (`bool`, defaults to `False`): leave a way of decoding without values as it is.
+
+    Raises:
+        ValueError: there is not one value for each draft position.
     """
+    count = drafter.config.num_draft_tokens
+    for values in (sampled, greedy):
+        if values is not None and len(values.temperatures) != count:
+            raise ValueError(f"a calibration of this drafter needs {count} temperatures, got {len(values.temperatures)}.")
     for prefix, values in (("", sampled), ("greedy_", greedy)):
         if values is not None or not keep:
             setattr(drafter.config, f"{prefix}confidence_temperatures", None if values is None else values.temperatures)

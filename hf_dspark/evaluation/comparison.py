@@ -7,6 +7,7 @@ the texts are the same beside it. A speed-up without that column means nothing.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling_dspark import DSparkDraftModel
+from ..training.data import token_list
 
 NEAR_TIE = 1e-3  # two logits this close can swap places when float32 sums are taken in another order
 
@@ -87,9 +89,8 @@ def compare(
     Yields:
         [`Comparison`] per batch.
     """
-    config = generate_kwargs.get("generation_config", target.generation_config)
-    sample = generate_kwargs.get("do_sample", config.do_sample)
-    ends = generate_kwargs.get("eos_token_id", config.eos_token_id)
+    sample = _setting("do_sample", target, generate_kwargs)
+    ends = _setting("eos_token_id", target, generate_kwargs)
     for start in range(0, len(prompts), batch_size):
         inputs = encode_prompts(tokenizer, prompts[start : start + batch_size])
         inputs = inputs.to(target.device)
@@ -125,6 +126,12 @@ def compare(
             match=next(match for match in ("differs", "near-tie", "same", "sampled") if match in matches),
             seconds=dict(counts.seconds),
         )
+
+
+def _setting(name: str, target: PreTrainedModel, generate_kwargs: dict[str, Any]) -> Any:
+    """What `generate` takes an option to be: as given, else by the configuration given, else by the target's own."""
+    given = getattr(generate_kwargs.get("generation_config"), name, None)
+    return generate_kwargs.get(name, getattr(target.generation_config, name) if given is None else given)
 
 
 def encode_prompts(
@@ -183,7 +190,7 @@ def without_padding(ids: Tensor, prompt_length: int, ends: int | list[int] | Non
 def first_difference(
     target: PreTrainedModel, plain: Tensor, other: Tensor, attention_mask: Tensor
 ) -> tuple[int, float, float] | None:
-    """Where two greedy texts of one prompt part, and how undecided the target was there.
+    """Where two greedy texts of one prompt part, and how undecided the target was between them.
 
     Args:
         target (`PreTrainedModel`): the target.
@@ -193,7 +200,8 @@ def first_difference(
 
     Returns:
         `tuple[int, float, float]` or `None`: position of the first different token, the target's best logit there and its
-            lead over the second; `None` when the texts are the same.
+            lead over the lower of the two that the texts have; a text that has ended there has an end token. `None` when
+            the texts are the same.
     """
     common = min(len(plain), len(other))
     different = (plain[:common] != other[:common]).nonzero()
@@ -204,8 +212,11 @@ def first_difference(
     text = torch.cat([plain[:prompt_length][attention_mask.bool()], plain[prompt_length:at]])
     with torch.no_grad():
         logits = target(input_ids=text[None].to(target.device)).logits[0, -1]
-    best, second = logits.float().topk(2).values.tolist()
-    return at, best, best - second
+    ends = token_list(target.generation_config.eos_token_id)
+    chosen = [token_list(ids[at].item() if at < len(ids) else ends) for ids in (plain, other)]
+    lowest = min(logits[tokens].float().max().item() if tokens else -math.inf for tokens in chosen)
+    best = logits.float().max().item()
+    return at, best, best - lowest
 
 
 def match_texts(
@@ -213,9 +224,9 @@ def match_texts(
 ) -> str:
     """Compares the greedy texts of one prompt.
 
-    A forward of several tokens rounds differently from one of a single token. Where the two best logits are closer than
-    that rounding, either is the target's choice: within 1e-3 in float32, or two units in the last place of a shorter
-    dtype.
+    A forward of several tokens rounds differently from one of a single token. Where the logits of both texts' tokens are
+    closer to the best than that rounding, either is the target's choice: within 1e-3 in float32, or two units in the last
+    place of a shorter dtype.
 
     Args:
         target (`PreTrainedModel`): the target.

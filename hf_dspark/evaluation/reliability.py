@@ -64,8 +64,11 @@ def recorded_blocks(drafter: DSparkDraftModel) -> Iterator[list[Block]]:
     def record(one: Round) -> None:
         for place, drafted in enumerate(one.drafted):
             if drafted:
-                confidence = [] if one.confidence is None else one.confidence[place][: len(drafted)]
-                blocks.append(Block(confidence, len(drafted), one.accepted[place]))
+                # Behind a stop inside the draft nothing counts, whatever the target would have agreed with.
+                accepted = min(one.accepted[place], len(one.committed[place]))
+                judged = accepted if len(one.committed[place]) <= one.accepted[place] else len(drafted)
+                confidence = [] if one.confidence is None else one.confidence[place][:judged]
+                blocks.append(Block(confidence, judged, accepted))
 
     with verified_to_the_end(drafter, record):
         yield blocks

@@ -13,6 +13,7 @@ converted configuration.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -82,7 +83,7 @@ def read_checkpoint(
         if config is not None and not isinstance(config, DSparkConfig):
             raise CheckpointError(f"`config` must be a DSparkConfig, got a {type(config).__name__}. Leave it out.")
         if config is not None:
-            config = copy.deepcopy(config)
+            config = _checked(lambda: _given(config, trained), "`config`")
         else:
             config = _build_config(_overridden(converted.fields, overrides, trained)) if overrides else trained
         if config.block_size > trained.block_size:
@@ -110,12 +111,25 @@ def read_checkpoint(
 def _overridden(fields: dict[str, Any], overrides: dict[str, Any], trained: DSparkConfig) -> dict[str, Any]:
     """Fields with some replaced; of a calibration a shorter block keeps the values of the positions that are left."""
     fields = fields | overrides
-    if isinstance(size := fields["block_size"], int) and size < trained.block_size:
-        left = trained.num_draft_tokens - (trained.block_size - size)
-        for name in CALIBRATION_FIELDS if left > 0 else ():
-            if name not in overrides and isinstance(values := fields.get(name), list):
-                fields[name] = values[:left]
-    return fields
+    return fields | {name: value for name, value in _left_of_calibration(fields, trained).items() if name not in overrides}
+
+
+def _given(config: DSparkConfig, trained: DSparkConfig) -> DSparkConfig:
+    """A copy of a configuration, whose fields may have been set since it was checked."""
+    config = copy.deepcopy(config)
+    for name, values in _left_of_calibration(vars(config), trained).items():
+        setattr(config, name, values)
+    config.validate()
+    return config
+
+
+def _left_of_calibration(fields: dict[str, Any], trained: DSparkConfig) -> dict[str, list[float]]:
+    """What a block shorter than the trained one keeps of a calibration: the values of its positions."""
+    size = fields["block_size"]
+    left = trained.num_draft_tokens - (trained.block_size - size) if isinstance(size, int) else 0
+    if not 0 < left < trained.num_draft_tokens:
+        return {}
+    return {name: values[:left] for name in CALIBRATION_FIELDS if isinstance(values := fields.get(name), list)}
 
 
 def find_target_copies(folder: Path, variant: str | None = None) -> TargetCopies | None:
@@ -139,8 +153,12 @@ def _own_names(headers: dict[str, TensorHeader], renamed: dict[str, str]) -> dic
 
 
 def _build_config(fields: dict[str, Any]) -> DSparkConfig:
+    return _checked(lambda: DSparkConfig(**fields), CONFIG_NAME)
+
+
+def _checked(make: Callable[[], DSparkConfig], name: str) -> DSparkConfig:
     try:
-        return DSparkConfig(**fields)
+        return make()
     except Exception as error:  # the host validates with whatever its arithmetic raises on values that make no sense
         cause = error.__cause__ or error
-        raise CheckpointError(f"config.json describes no drafter: {str(cause).rstrip('.')}. Correct it.") from error
+        raise CheckpointError(f"{name} describes no drafter: {str(cause).rstrip('.')}. Correct it.") from error

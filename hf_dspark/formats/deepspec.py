@@ -101,6 +101,7 @@ def describe(config: DSparkConfig, target: PreTrainedModel | None) -> tuple[dict
             "speculators."
         )
     described = {name: value for name, value in target_config.to_dict().items() if not name.startswith("_")}
+    described.pop("quantization_config", None)  # the target's; what is written here is not quantised
     if config.backbone_type == "gemma4":
         described = gemma4.describe_layers(config, described)
     else:

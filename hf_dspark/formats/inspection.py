@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..load_profile import LoadProfile
 from . import packaging_of, read_checkpoint
+from .files import LOAD_PROFILE_NAME
 from .own import DRAFTER_FIELDS
 
 
@@ -21,10 +23,13 @@ def inspect_checkpoint(folder: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: anything is wrong with it.
+        ValueError: its load profile cannot be used.
     """
     packaging, raw = packaging_of(folder)
     decisions = packaging.convert(raw).decisions
     config, tensors, notes = read_checkpoint(folder)
+    if (folder / LOAD_PROFILE_NAME).is_file():
+        LoadProfile.load(folder / LOAD_PROFILE_NAME)
     return {
         "packaging": packaging.NAME,
         "decisions": decisions or ["none: config.json says everything in this library's own terms"],

@@ -69,7 +69,7 @@ def _rows(name: str) -> Iterator[tuple[str, Any, str]]:
         from datasets import load_dataset
     except ImportError as error:
         raise ImportError(
-            f"{name} is not a file, and reading it as a data set needs the package datasets: pip install 'hf-dspark[datasets]'."
+            f"{name} is not a file, and reading it as a data set needs datasets: in a clone, pip install '.[datasets]'."
         ) from error
     # A colon inside brackets belongs to a split such as train[:1000].
     parts = re.fullmatch(r"([^:]+)(?::([^:\[]+)(?=:))?(?::(.+))?", name)

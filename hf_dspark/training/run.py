@@ -158,8 +158,9 @@ def _held_out_prompts(examples: list[dict[str, Any]], count: int, seed: int) -> 
 def last_checkpoint(folder: str | Path) -> str | None:
     """The newest complete checkpoint of a run, or `None`. A process killed in writing leaves an incomplete one."""
     # The state of the trainer is the last file of a checkpoint to be written.
-    complete = [path.parent for path in Path(folder).glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
-    return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2]))) if complete else None
+    found = [path.parent for path in Path(folder).glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
+    steps = {int(number): path for path in found if (number := path.name.removeprefix("checkpoint-")).isdecimal()}
+    return str(steps[max(steps)]) if steps else None
 
 
 def find_mask_token(tokenizer: PreTrainedTokenizerBase, examples: Iterable[dict[str, Any]], config: PreTrainedConfig) -> int:
