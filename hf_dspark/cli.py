@@ -22,6 +22,8 @@ from .loading import drafter_by_name, target_by_name
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from .modeling_dspark import DSparkDraftModel
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -627,7 +629,7 @@ def card(
     from .formats.files import write_text
 
     content = model_card(
-        drafter_by_name(drafter),
+        _in_folder(drafter),
         name or drafter.resolve().name,
         base_model,
         results=() if results is None else _read_results(results),
@@ -640,6 +642,13 @@ def card(
     write_text(path, str(content))
     own.complete_folder(drafter)
     print(json.dumps({"output": str(path)}) if json_output else f"Card written to {path}.")
+
+
+def _in_folder(drafter: Path) -> DSparkDraftModel:
+    """A drafter that must be in a folder here, for what is written into it."""
+    if not drafter.is_dir():
+        raise ValueError(f"`--drafter` must be a folder here, and {drafter} is none. Save the drafter to one first.")
+    return drafter_by_name(drafter)
 
 
 def _read_text(path: Path) -> str:
@@ -661,7 +670,7 @@ def _read_results(path: Path) -> list[dict]:
 
 @app.command()
 def push(
-    drafter: Annotated[Path, typer.Option(exists=True, file_okay=False, help="Folder of the drafter.")],
+    drafter: Annotated[Path, typer.Option(help="Folder of the drafter.")],
     repo_id: Annotated[str, typer.Option(help="Where to, such as user/my-drafter; made if it does not exist.")],
     private: Annotated[bool, typer.Option(help="Whether a new repository is private.")] = False,
     json_output: JsonOutput = False,
@@ -680,7 +689,7 @@ def push(
     from .formats import own
     from .formats.files import LOAD_PROFILE_NAME
 
-    drafter_by_name(drafter)
+    _in_folder(drafter)
     readme = drafter / "README.md"
     named = re.search(r'DSparkDraftModel\.from_pretrained\("([^"]+)"', _read_text(readme) if readme.is_file() else "")
     own.complete_folder(drafter)
@@ -718,7 +727,7 @@ def profile(
 ) -> None:
     """Measure what a forward of the target costs here.
 
-    Forwards of 1 to 64 tokens are timed, and with --drafter the drafting. A profile holds for the form of the target it was
+    Forwards of 1 to 128 tokens are timed, and with --drafter the drafting. A profile holds for the form of the target it was
     measured on: with --packed, for a target after `pack_linears`.
 
     \b

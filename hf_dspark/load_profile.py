@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _FORMAT, _VERSION = "hf_dspark.load_profile", 1
-_BATCH_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)
+_BATCH_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 128)
 _DRAFT_RUN = 32  # tokens generated to time the drafter
 
 
@@ -104,9 +104,7 @@ class LoadProfile:
         slopes = torch.zeros_like(seconds)
         if self.interpolation == "linear" and len(steps) > 1:
             slopes[:-1] = seconds.diff() / sizes.diff()
-            # Beyond the largest size: by the line from half of it, since one segment may be noise; never falling.
-            half = int((sizes[:-1] <= sizes[-1] / 2).sum().clamp_min(1)) - 1
-            slopes[-1] = ((seconds[-1] - seconds[half]) / (sizes[-1] - sizes[half])).clamp(min=0)
+            slopes[-1] = slopes[-2].clamp(min=0)  # a last segment that falls must not lead to times below zero
         for name, value in (
             ("steps_per_second", steps),
             ("draft_seconds", draft_seconds),
@@ -247,7 +245,7 @@ class LoadProfile:
         drafter: PreTrainedModel | None = None,
         *,
         context_length: int = 256,
-        batch_tokens: Sequence[int] = _BATCH_TOKENS,
+        batch_tokens: Sequence[int] | None = None,
         repeats: int = 5,
     ) -> LoadProfile:
         """Times the target on this machine, and the drafter if one is given.
@@ -262,7 +260,9 @@ class LoadProfile:
                 behind the first, which alone has a whole prompt to take in.
             context_length (`int`, defaults to 256): cached tokens before the timed ones; fewer where the target's
                 `max_position_embeddings` leaves less room.
-            batch_tokens (`Sequence[int]`, defaults to 1 to 8, 12, 16, 24, 32, 48, 64): sizes B to time.
+            batch_tokens (`Sequence[int]`, *optional*): sizes B to time; when not given, 1 to 8, 12, 16, 24, 32, 48, 64 and
+                128, those that leave room for as much context. What lies beyond the largest is taken from the line through
+                the last two.
             repeats (`int`, defaults to 5): timed passes over all sizes; one more comes before them and is not counted.
 
         Returns:
@@ -271,14 +271,16 @@ class LoadProfile:
         Raises:
             ValueError: a size, `repeats` or `context_length` is less than 1, or the target has no room for the sizes.
         """
+        config = target.config.get_text_config(decoder=True)
+        positions = getattr(config, "max_position_embeddings", None)  # some position encodings know no limit
+        if batch_tokens is None:
+            batch_tokens = [size for size in _BATCH_TOKENS if positions is None or 2 * size <= positions] or [1]
         sizes = sorted({_size("batch_tokens", size) for size in batch_tokens})
         if not sizes:
             raise ValueError(f"`batch_tokens` must name a size, got {batch_tokens!r}. Leave it out for the default.")
         _size("repeats", repeats)
         _size("context_length", context_length)
-        config = target.config.get_text_config(decoder=True)
         longest = sizes[-1] if drafter is None else max(sizes[-1], _DRAFT_RUN + drafter.config.block_size)
-        positions = getattr(config, "max_position_embeddings", None)  # some position encodings know no limit
         context = context_length if positions is None else min(context_length, positions - longest)
         if context < 1:
             raise ValueError(

@@ -78,7 +78,7 @@ def test_without_the_package(tmp_path, monkeypatch):
         return plain_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"user/set is not a file, .* pip install 'hf-dspark\[datasets\]'"):
+    with pytest.raises(ImportError, match=r"user/set is not a file, .* pip install '\.\[datasets\]'"):
         list(read_prompts("user/set"))
     with pytest.raises(FileNotFoundError):  # a name that can only be meant as a file's
         list(read_prompts(tmp_path / "missing.jsonl"))

@@ -105,7 +105,7 @@ def test_without_package_and_hub_both_remedies_are_named(monkeypatch):
 
 def test_without_gguf_the_remedy_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(target, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"hf-dspark\[demo\]"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[demo\]'"):
         target._unpack(tmp_path / target.GGUF_NAME, torch.float32)
 
 

@@ -213,7 +213,7 @@ def first_difference(
     with torch.no_grad():
         logits = target(input_ids=text[None].to(target.device)).logits[0, -1]
     ends = token_list(target.generation_config.eos_token_id)
-    chosen = [token_list(ids[at].item() if at < len(ids) else ends) for ids in (plain, other)]
+    chosen = [ids[at : at + 1].tolist() or ends for ids in (plain, other)]
     lowest = min(logits[tokens].float().max().item() if tokens else -math.inf for tokens in chosen)
     best = logits.float().max().item()
     return at, best, best - lowest

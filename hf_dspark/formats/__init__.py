@@ -83,7 +83,8 @@ def read_checkpoint(
         if config is not None and not isinstance(config, DSparkConfig):
             raise CheckpointError(f"`config` must be a DSparkConfig, got a {type(config).__name__}. Leave it out.")
         if config is not None:
-            config = _checked(lambda: _given(config, trained), "`config`")
+            given = config
+            config = _checked(lambda: _given(given, trained), "`config`")
         else:
             config = _build_config(_overridden(converted.fields, overrides, trained)) if overrides else trained
         if config.block_size > trained.block_size:
