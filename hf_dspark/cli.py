@@ -249,6 +249,9 @@ def train(
     max_logit_positions: Annotated[
         int, typer.Option(min=1, help="Positions whose logits exist at once; fewer need less memory.")
     ] = 1024,
+    bf16: Annotated[
+        bool, typer.Option("--bf16", help="Compute in bfloat16, weights stay float32: for hardware that has it.")
+    ] = False,
     mask_token_id: Annotated[int | None, typer.Option(help="An unused token; looked for when not given.")] = None,
     max_length: Annotated[int, typer.Option(min=8, help="Longest conversation, in tokens.")] = 1024,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints and evaluations.")] = 100,
@@ -294,6 +297,7 @@ def train(
         confidence_weight=confidence_weight,
         loss_decay=loss_decay,
         max_logit_positions=max_logit_positions,
+        bf16=bf16,
         lr_scheduler_type="cosine",
         warmup_steps=max(1, steps // 25),
         eval_strategy="steps",

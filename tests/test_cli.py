@@ -210,6 +210,7 @@ def test_train_as_wished(folder, answers, tmp_path, caplog):
         "train", "--data", answers, "--output", output, "--target", folder / "target", "--batch-size", 2, "--num-anchors", 2,
         "--layers", 1, "--block-size", 3, "--key-value-heads", 2, "--sliding-window", 6, "--no-sample-from-anchor",
         "--cross-entropy-weight", 1, "--distance-weight", 0, "--loss-decay", 2, "--max-logit-positions", 4, "--save-every", 1,
+        "--bf16",
     ]  # fmt: skip
     invoke(*arguments, "--steps", 1)
     drafter = DSparkDraftModel.from_pretrained(output)
