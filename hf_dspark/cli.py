@@ -608,9 +608,7 @@ def calibrate(
 
 @app.command()
 def card(
-    drafter: Annotated[
-        Path, typer.Option(exists=True, file_okay=False, help="Folder of the drafter; its README.md is written.")
-    ],
+    drafter: Annotated[Path, typer.Option(help="Folder of the drafter; its README.md is written.")],
     base_model: Annotated[str, typer.Option(help="Repo id of the target.")],
     name: Annotated[
         str | None, typer.Option(help="Repo id it will have, user/my-drafter; the folder's name when not given.")
