@@ -418,6 +418,9 @@ def test_push_uploads_what_loads(folder, tmp_path, monkeypatch, capsys):
     shutil.copytree(folder / "drafter", broken)
     (broken / "model.safetensors").write_bytes(b"no")
     assert "model.safetensors" in failure(monkeypatch, capsys, "push", "--drafter", broken, "--repo-id", "user/mine")
+    for command in (["push", "--repo-id", "user/mine"], ["card", "--base-model", "user/target"]):
+        said = failure(monkeypatch, capsys, *command, "--drafter", tmp_path / "nowhere")
+        assert "`--drafter` must be a folder here" in said and not (tmp_path / "nowhere").exists()
     assert len(calls) == 2
     report = run_json("push", "--drafter", folder / "drafter", "--repo-id", "user/mine", "--private")
     assert report == {"url": "https://huggingface.co/user/mine"} and calls[2]["private"] is True
