@@ -269,7 +269,7 @@ def test_profile(folder, tmp_path):
     output = tmp_path / "load_profile.json"
     arguments = [*pair_options(folder), "--context-length", 16]
     printed = invoke("profile", "--output", output, *arguments)
-    assert len(re.findall(r"^ +(\d+|draft) +\d+\.\d\d$", printed, flags=re.MULTILINE)) == 15
+    assert len(re.findall(r"^ +(\d+|draft) +\d+\.\d\d$", printed, flags=re.MULTILINE)) == 16
     report = run_json("profile", "--output", output, *arguments)
     measured, milliseconds = LoadProfile.load(output), report["milliseconds"]
     assert report["draft_milliseconds"] == pytest.approx(1e3 * measured.draft_seconds, abs=0.01)
