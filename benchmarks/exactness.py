@@ -2,7 +2,7 @@
 
     python benchmarks/exactness.py --prompts ../shared/prompts --max-new-tokens 24 --batch-sizes 8 \\
         --output benchmarks/results/exactness_batch_8.json
-    python benchmarks/exactness.py --prompts ../shared/prompts --max-new-tokens 24 --batch-sizes 1 --modes default \\
+    python benchmarks/exactness.py --prompts ../shared/prompts --max-new-tokens 16 --batch-sizes 1 \\
         --output benchmarks/results/exactness_batch_1.json
 
 Counts texts that are the same, that part at a float32 near-tie (the target's two best logits within 1e-3), and that differ; a
