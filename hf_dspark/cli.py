@@ -364,9 +364,10 @@ def average(
     Examples:
       hf-dspark average my-drafter next my-drafter/checkpoint-900 --output mean
     """
+    from .formats.files import is_occupied
     from .training.averaging import average_drafters
 
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    if is_occupied(output):
         raise ValueError(f"{output} holds something already. Name a new folder for the mean.")
     average_drafters([drafter_by_name(name) for name in drafters], weight).save_pretrained(output)
     print(json.dumps({"output": str(output)}) if json_output else f"Drafter saved to {output}.")

@@ -23,7 +23,7 @@ from .evaluation.reliability import verified_to_the_end
 from .evaluation.rollouts import ALL
 from .load_profile import LoadProfile
 from .modeling_dspark import DSparkDraftModel
-from .packing import PackedLinear
+from .packing import is_packed
 from .simulation import Trace, record_traces, simulate
 from .statistics import Statistics
 
@@ -222,8 +222,12 @@ def _prices(
         if report["modes"][mode] > 1.03 * report["modes"].get(own, 0.0):
             text = f"Scheduling {own!r} is expected to give {report['modes'][own]:.2f}×, {mode!r} {report['modes'][mode]:.2f}×"
             findings.append(("other mode", f"{text}: set `drafter.scheduling`, or leave it at None."))
-    plain = not any(isinstance(module, PackedLinear) for module in target.modules())
-    if plain and target.device.type == "cpu" and target.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+    if (
+        not is_packed(target)
+        and target.device.type == "cpu"
+        and target.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+    ):
         text = (
             "The target's linear layers are not packed; `pack_linears(target)` makes plain steps faster and verification much"
         )

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from .packing import PackedLinear
+from .packing import is_packed
 
 
 def fingerprint(target: PreTrainedModel) -> dict[str, str]:
@@ -26,7 +26,6 @@ def fingerprint(target: PreTrainedModel) -> dict[str, str]:
 
     config = target.config.get_text_config(decoder=True)
     shape = f"{config.num_hidden_layers} layers of {config.hidden_size}, {config.vocab_size} tokens"
-    packed = any(isinstance(module, PackedLinear) for module in target.modules())
     on_processor = target.device.type == "cpu"
     return {
         "target": f"{type(target).__name__}, {shape}, {target.num_parameters()} parameters",
@@ -34,7 +33,7 @@ def fingerprint(target: PreTrainedModel) -> dict[str, str]:
         "device": _processor() if on_processor else _accelerator(target.device),
         "threads": str(torch.get_num_threads()) if on_processor else "-",
         "attention": str(config._attn_implementation),
-        "linears": "packed" if packed else "plain",
+        "linears": "packed" if is_packed(target) else "plain",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "hf_dspark": __version__,

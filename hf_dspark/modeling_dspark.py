@@ -34,7 +34,7 @@ from .formats.target_copies import TargetCopies
 from .heads import MARKOV_HEADS, ConfidenceHead
 from .layers import BACKBONES
 from .load_profile import LoadProfile
-from .packing import PackedLinear
+from .packing import PackedLinear, is_packed
 from .statistics import Round, Statistics
 
 logger = logging.get_logger(__name__)
@@ -420,8 +420,7 @@ class _BoundTarget:
             self.row_head.weight = nn.Parameter(rows, requires_grad=False)
             if getattr(self.head, "bias", None) is not None:
                 self.row_head.bias = nn.Parameter(self._at(token_ids, rows.new_zeros(1, self.width))[0], requires_grad=False)
-            packed = any(isinstance(module, PackedLinear) for module in drafter.modules())
-            if packed and rows.dtype == torch.float32 and rows.device.type == "cpu":  # packed like the drafter itself
+            if is_packed(drafter) and rows.dtype == torch.float32 and rows.device.type == "cpu":  # like the drafter itself
                 self.row_head = PackedLinear(self.row_head, drafter.config.num_draft_tokens)
 
     @property

@@ -41,6 +41,11 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(inputs, self._packed, self.bias, "none", [], "")
 
 
+def is_packed(model: nn.Module) -> bool:
+    """Whether [`pack_linears`] has replaced layers of a model."""
+    return any(isinstance(module, PackedLinear) for module in model.modules())
+
+
 def pack_linears(model: nn.Module, rows: int = 8) -> nn.Module:
     """Replaces every float32 `nn.Linear` of `model` on the processor by its packed form, in place.
 

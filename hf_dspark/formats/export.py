@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from ..errors import CheckpointError
 from . import deepspec, dflash, speculators
-from .files import CONFIG_NAME, replaced_files
+from .files import CONFIG_NAME, is_occupied, replaced_files
 
 if TYPE_CHECKING:
     from ..configuration_dspark import DSparkConfig
@@ -69,7 +69,7 @@ def export_checkpoint(
     if packaging not in WRITTEN:
         raise CheckpointError(f"`packaging` must be one of {', '.join(WRITTEN)}, got {packaging!r}.")
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if is_occupied(folder):
         raise CheckpointError(f"{folder} holds something already, and mixed checkpoints are misread. Pass a new folder.")
     if target is not None:
         drafter.bind(target)

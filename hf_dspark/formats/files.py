@@ -242,6 +242,11 @@ def write_text(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
+def is_occupied(folder: Path) -> bool:
+    """Whether a folder to write to is anything but new or empty."""
+    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+
+
 @contextmanager
 def replaced_files(folder: Path, variant: str | None = None) -> Iterator[Path]:
     """Gives an empty folder to write a checkpoint to; at the end its files replace those of `folder`, one by one.

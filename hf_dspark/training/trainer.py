@@ -27,7 +27,7 @@ from transformers import (
 
 from ..cache import format_mask
 from ..modeling_dspark import DSparkDraftModel
-from ..packing import PackedLinear
+from ..packing import is_packed
 from .blocks import block_visibility, build_blocks, sample_anchors
 from .data import CACHED_STATES, LengthGroupedSampler, collate
 from .loss import LossOutput, LossWeights, dspark_loss, slot_weights
@@ -113,7 +113,7 @@ class DSparkTrainer(Trainer):
     args: DSparkTrainingArguments
 
     def __init__(self, model: DSparkDraftModel, target: PreTrainedModel, args: DSparkTrainingArguments, **kwargs: Any):
-        if any(isinstance(module, PackedLinear) for module in model.modules()):
+        if is_packed(model):
             raise ValueError(
                 "the linear layers of this drafter are packed (`pack_linears`, which `load_default` calls too), and packed "
                 "copies do not follow their weights. Load the drafter anew with DSparkDraftModel.from_pretrained."
