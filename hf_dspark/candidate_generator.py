@@ -47,6 +47,8 @@ class CandidateBlock:
             room for K tokens.
         base_tokens (`torch.LongTensor` of shape `(R, L)`, *optional*): likeliest tokens before the sequential head; only for
             a drafter with a listener (`on_round`).
+        logprobs (`torch.Tensor` of shape `(R, L)`, *optional*): the drafter's own log-probabilities of the tokens, in greedy
+            decoding; only where the calibration or a listener reads them.
     """
 
     tokens: Tensor
@@ -55,6 +57,7 @@ class CandidateBlock:
     token_ids: Tensor | None = None
     confidence: Tensor | None = None
     base_tokens: Tensor | None = None
+    logprobs: Tensor | None = None
 
 
 class DSparkCandidateGenerator(CandidateGenerator):
@@ -136,7 +139,14 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return "full"
         if drafter.confidence_head is None:
             return "history"
+        if mode == "presampled" and not self.do_sample and self._weighs_logprobs:
+            return "search"  # as exact in greedy decoding, and these confidences are known behind the draft only
         return mode or ("presampled" if self.do_sample else "search")
+
+    @property
+    def _weighs_logprobs(self) -> bool:
+        """Whether the confidences of this way of decoding depend on how likely the drafter finds its own tokens."""
+        return self.drafter.config.calibration(greedy=not self.do_sample)[2] is not None
 
     # ---- context ----
 
@@ -272,14 +282,14 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 lengths = self._schedule(confidence, lengths)
                 longest = int(lengths.max())
         with statistics.timed("head"):
-            tokens, logits, token_ids, embeddings, usable = self._sequential_stage(
+            tokens, logits, token_ids, embeddings, logprobs, usable = self._sequential_stage(
                 sequences, rows, hidden, base_logits, longest
             )
             lengths = lengths.minimum(usable)
         listened = self.drafter.on_round is not None
         if confidence is None and self.drafter.confidence_head is not None and (self.mode != "full" or listened):
             with statistics.timed("schedule"):
-                confidence = self._confidence(hidden[:, :longest], embeddings)
+                confidence = self._confidence(hidden[:, :longest], embeddings, logprobs)
                 if self.mode != "full":
                     confidence = self._discounted(confidence)
                     lengths = self._schedule(confidence, lengths)
@@ -287,9 +297,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         base = base_logits[:, :longest].argmax(-1) if listened else None
         if base is not None and (to_target := self.drafter.draft_token_ids) is not None:
             base = to_target[base]
-        return CandidateBlock(
-            tokens[:, :longest], lengths, None if logits is None else logits[:, :longest], token_ids, confidence, base
-        )
+        laws = None if logits is None else logits[:, :longest]
+        return CandidateBlock(tokens[:, :longest], lengths, laws, token_ids, confidence, base, logprobs)
 
     def _parallel_stage(self, sequences: list[Tensor], slots: list[int]) -> tuple[Tensor, Tensor]:
         """Draft states `(R, K, D)` and base logits `(R, K, Vd)` behind all context observed so far."""
@@ -350,12 +359,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _sequential_stage(
         self, sequences: list[Tensor], rows: list[int], hidden: Tensor, base_logits: Tensor, longest: int
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]:
         """x_k ~ softmax(U_k + B_k(x_<k, ·)) for k = 1 … longest.
 
         Returns:
             tokens `(R, L)`; when sampling, the processed logits `(R, L, ·)` and the token ids they stand for; W1 of each
-            position's predecessor `(R, L, r)`; and how many of the tokens are drafts `(R,)`, on the host: where the
+            position's predecessor `(R, L, r)`; in greedy decoding the tokens' log-probabilities `(R, L)`, where anyone reads
+            them; and how many of the tokens are drafts `(R,)`, on the host: where the
             processors ban all that there is to choose from, or there is NaN where a law is needed, a row's draft ends; and
             behind an end token, where processors read the text.
         """
@@ -367,6 +377,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         tokens: list[Tensor] = []
         laws: list[Tensor] = []
         embeddings: list[Tensor] = []
+        logprobs: list[Tensor] = []
+        reads_logprobs = not self.do_sample and (self._weighs_logprobs or self.drafter.on_round is not None)
         state = None
         bias = None if head is None else self._head_bias(base_logits[:, :longest])
         for k in range(longest):
@@ -399,6 +411,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 choice = torch.multinomial(laws[-1].softmax(-1), 1)[:, 0]
             else:
                 choice = logits.argmax(-1)
+                if reads_logprobs:
+                    logprob = logits.amax(-1).float() - logits.float().logsumexp(-1)
+                    logprobs.append(logprob.nan_to_num(nan=0.0))  # of a row whose draft has ended, with nothing to choose from
             previous = choice if to_target is None or widen else to_target[choice]
             tokens.append(previous)
             if self.processors and not self.processors.scores_only:
@@ -410,6 +425,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             torch.stack(laws, dim=1) if laws else None,
             None if widen else to_target,
             torch.stack(embeddings, dim=1) if embeddings else None,
+            torch.stack(logprobs, dim=1) if logprobs else None,
             counts.cpu(),
         )
 
@@ -450,8 +466,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
             embeddings = self.drafter.markov_head.markov_w1(torch.cat([anchor, likely], dim=1))
         return self._confidence(hidden, embeddings)
 
-    def _confidence(self, hidden: Tensor, embeddings: Tensor | None) -> Tensor:
-        return self.drafter.calibrated(self.drafter.confidence_head(hidden, embeddings), greedy=not self.do_sample)
+    def _confidence(self, hidden: Tensor, embeddings: Tensor | None, logprobs: Tensor | None = None) -> Tensor:
+        logits = self.drafter.confidence_head(hidden, embeddings)
+        return self.drafter.calibrated(logits, greedy=not self.do_sample, logprobs=logprobs)
 
     def _discounted(self, confidence: Tensor) -> Tensor:
         """Confidences `(R, K)` less what earlier rounds promised and did not keep; a threshold is the user's own word."""
@@ -553,6 +570,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
             wide = logits.new_full((*logits.shape[:2], self.drafter.config.vocab_size), -torch.inf)
             logits = wide.index_copy_(2, block.token_ids, logits)
         return candidates, logits
+
+    @property
+    def num_drafting_tokens(self) -> int:
+        """Longest draft of a round; the host asks (from 5.25 on) how many steps a cache may have to take back."""
+        return self.block_limit
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
         """Books the round; there is nothing to adapt, since every round is scheduled anew."""

@@ -21,6 +21,7 @@ CALIBRATION_FIELDS = (
     "confidence_offsets",
     "greedy_confidence_temperatures",
     "greedy_confidence_offsets",
+    "greedy_confidence_logprob_weights",
 )
 
 
@@ -65,6 +66,9 @@ class DSparkConfig(PreTrainedConfig):
         greedy_confidence_temperatures, greedy_confidence_offsets (`list[float]`, *optional*): the same for greedy
             decoding, where a draft survives if it is the target's first choice, not in proportion to how much two laws
             overlap; the values above serve for both when these are not given.
+        greedy_confidence_logprob_weights (`list[float]`, *optional*): K weights of log p_k, the drafter's own log-probability
+            of the token it drafts at k, in greedy decoding: c_k = σ(logit_k / temperature_k + weight_k · log p_k + offset_k).
+            A confidence head has not seen how sure the drafter is of its choice.
         final_logit_softcapping (`float`, *optional*): what the target caps its logits at, and thereby those of the drafter;
             compared with the target's own unless it is `None`.
         draft_vocab_size (`int`, *optional*): size of a reduced draft vocabulary; the whole vocabulary when not given.
@@ -108,6 +112,7 @@ class DSparkConfig(PreTrainedConfig):
     confidence_offsets: list[float] | None = None
     greedy_confidence_temperatures: list[float] | None = None
     greedy_confidence_offsets: list[float] | None = None
+    greedy_confidence_logprob_weights: list[float] | None = None
     final_logit_softcapping: float | int | None = None
     draft_vocab_size: int | None = None
     pad_token_id: int | None = None
@@ -142,24 +147,29 @@ class DSparkConfig(PreTrainedConfig):
         """Width of the draft logits: the reduced vocabulary where there is one."""
         return self.draft_vocab_size or self.vocab_size
 
-    def calibration(self, greedy: bool) -> tuple[list[float] | None, list[float] | None]:
+    def calibration(self, greedy: bool) -> tuple[list[float] | None, list[float] | None, list[float] | None]:
         """Calibration of the confidences for one way of decoding.
 
         Args:
             greedy (`bool`): for greedy decoding, which has the values of sampling unless it has its own.
 
         Returns:
-            `tuple`: K temperatures and K offsets, each a `list[float]`, or `None` for 1 and 0.
+            `tuple`: K temperatures, K offsets and K weights of the log-probability, each a `list[float]`, or `None` for 1, 0
+                and 0.
         """
-        greedy_values = self.greedy_confidence_temperatures, self.greedy_confidence_offsets
-        if greedy and greedy_values != (None, None):
+        greedy_values = (
+            self.greedy_confidence_temperatures,
+            self.greedy_confidence_offsets,
+            self.greedy_confidence_logprob_weights,
+        )
+        if greedy and greedy_values != (None, None, None):
             return greedy_values
-        return self.confidence_temperatures, self.confidence_offsets
+        return self.confidence_temperatures, self.confidence_offsets, None
 
     @property
     def is_calibrated(self) -> bool:
         """Whether the confidences of any way of decoding are calibrated."""
-        return any(self.calibration(greedy) != (None, None) for greedy in (True, False))
+        return any(getattr(self, name) is not None for name in CALIBRATION_FIELDS)
 
     def validate_sizes(self):
         """Every count is positive and the heads divide."""
@@ -222,17 +232,16 @@ class DSparkConfig(PreTrainedConfig):
         """The sequential head is of a known type and the calibration fits the block."""
         if self.markov_head_type not in HEAD_TYPES:
             raise ValueError(f"`markov_head_type` must be one of {', '.join(HEAD_TYPES)}, got {self.markov_head_type!r}.")
-        for regime in ("", "greedy_"):
-            for kind, lowest in (("temperatures", 0.0), ("offsets", -math.inf)):
-                name = f"{regime}confidence_{kind}"
-                values = getattr(self, name)
-                if values is not None and (
-                    len(values) != self.num_draft_tokens or not all(lowest < value < math.inf for value in values)
-                ):
-                    raise ValueError(
-                        f"`{name}` must be {self.num_draft_tokens} {'positive' if lowest == 0 else 'finite'} numbers, one per "
-                        f"draft position, got {values}."
-                    )
+        for name in CALIBRATION_FIELDS:
+            lowest = 0.0 if name.endswith("temperatures") else -math.inf
+            values = getattr(self, name)
+            if values is not None and (
+                len(values) != self.num_draft_tokens or not all(lowest < value < math.inf for value in values)
+            ):
+                raise ValueError(
+                    f"`{name}` must be {self.num_draft_tokens} {'positive' if lowest == 0 else 'finite'} numbers, one per "
+                    f"draft position, got {values}."
+                )
 
     def validate_special_tokens(self):
         """The mask token is a token of its own."""

@@ -380,22 +380,33 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self.t2d[token_ids] = True
         object.__setattr__(self, "_target", None)  # its rows of the head were those of the old vocabulary
 
-    def calibrated(self, confidence_logits: Tensor, greedy: bool = False) -> Tensor:
+    def calibrated(self, confidence_logits: Tensor, greedy: bool = False, logprobs: Tensor | None = None) -> Tensor:
         """Confidences from the logits of the confidence head.
 
         Args:
             confidence_logits (`torch.Tensor` of shape `(..., L)`): of the first L positions.
             greedy (`bool`, defaults to `False`): whether the drafts will be held against the target's first choices.
+            logprobs (`torch.Tensor` of shape `(..., L)`, *optional*): log p_k of the drafted tokens; needed where the
+                calibration weighs them.
 
         Returns:
-            `torch.Tensor` of shape `(..., L)`: c_k = σ(logit_k / temperature_k + offset_k).
+            `torch.Tensor` of shape `(..., L)`: c_k = σ(logit_k / temperature_k + weight_k · log p_k + offset_k).
+
+        Raises:
+            ValueError: the calibration weighs log-probabilities, and none are given.
         """
-        temperatures, offsets = self.config.calibration(greedy)
+        temperatures, offsets, weights = self.config.calibration(greedy)
         length = confidence_logits.shape[-1]
         if temperatures is not None:
             confidence_logits = confidence_logits / confidence_logits.new_tensor(temperatures[:length])
         if offsets is not None:
             confidence_logits = confidence_logits + confidence_logits.new_tensor(offsets[:length])
+        if weights is not None:
+            if logprobs is None:
+                raise ValueError(
+                    "this drafter's greedy calibration weighs the log-probabilities of the drafted tokens: pass `logprobs`."
+                )
+            confidence_logits = confidence_logits + confidence_logits.new_tensor(weights[:length]) * logprobs
         return confidence_logits.sigmoid()
 
 

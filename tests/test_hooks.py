@@ -213,7 +213,10 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__qualname__)
 def test_signatures(function):
-    assert list(inspect.signature(function).parameters) == SIGNATURES[function]
+    names = list(inspect.signature(function).parameters)
+    if "cache" in SIGNATURES[function]:  # from 5.25 on some also show its former name
+        names = [name for name in names if name != "past_key_values"]
+    assert names == SIGNATURES[function]
 
 
 def test_private_attributes():

@@ -4,7 +4,8 @@ The scheduler multiplies confidences, c_1 ⋯ c_k, so that product is what must 
 The paper's sequential temperature scaling goes from position to position and, with the earlier ones fixed, chooses the
 temperature under which the product is best calibrated. A temperature alone leaves 1/2 where it is; with an offset beside it,
 both by maximum likelihood, a confidence that was trained on how far two laws overlap can also be read as the chance that
-their first choices agree, which is what greedy decoding asks.
+their first choices agree, which is what greedy decoding asks. There the drafter's own probability of the token it chose is a
+third regressor, and tells more than the confidence does.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Calibration:
         ece_before, ece_after (`list[float | None]` of length K): expected calibration error of c_1 ⋯ c_k, on the same blocks;
             `None` where no block is that long.
         offsets (`list[float]` of length K, *optional*): 0 when not given.
+        logprob_weights (`list[float]` of length K, *optional*): of log p_k, the drafter's own log-probability of its token, in
+            greedy decoding; 0 when not given.
     """
 
     temperatures: list[float]
@@ -44,6 +47,7 @@ class Calibration:
     ece_before: list[float | None]
     ece_after: list[float | None]
     offsets: list[float] | None = None
+    logprob_weights: list[float] | None = None
 
     def save(self, path: str | Path) -> None:
         """Writes SGLang's STS JSON.
@@ -55,7 +59,7 @@ class Calibration:
             ValueError: there are offsets, which that file cannot say.
         """
         values = asdict(self)
-        if values.pop("offsets") is not None:
+        if [values.pop(name) for name in ("offsets", "logprob_weights")] != [None, None]:
             raise ValueError("an STS file holds temperatures alone; fit without offsets.")
         write_text(Path(path), json.dumps(values, indent=1) + "\n")
 
@@ -100,9 +104,11 @@ def set_calibration(
         keep (`bool`, defaults to `False`): leave a way of decoding without values as it is.
 
     Raises:
-        ValueError: there is not one value for each draft position.
+        ValueError: there is not one value for each draft position, or sampling is to weigh log-probabilities.
     """
     count = drafter.config.num_draft_tokens
+    if sampled is not None and sampled.logprob_weights is not None:
+        raise ValueError("a calibration with `logprob_weights` is for greedy decoding; fit that of sampling to sampled blocks.")
     for values in (sampled, greedy):
         if values is not None and len(values.temperatures) != count:
             raise ValueError(f"a calibration of this drafter needs {count} temperatures, got {len(values.temperatures)}.")
@@ -110,17 +116,19 @@ def set_calibration(
         if values is not None or not keep:
             setattr(drafter.config, f"{prefix}confidence_temperatures", None if values is None else values.temperatures)
             setattr(drafter.config, f"{prefix}confidence_offsets", None if values is None else values.offsets)
+    if greedy is not None or not keep:
+        drafter.config.greedy_confidence_logprob_weights = None if greedy is None else greedy.logprob_weights
 
 
 def fit_calibration(blocks: Sequence[Block], drafter: DSparkDraftModel, dataset: str = "", offsets: bool = True) -> Calibration:
-    """Fits temperatures, and offsets beside them, to what became of drafts.
+    """Fits temperatures, offsets and, for greedy drafts, weights of their log-probabilities to what became of them.
 
     Args:
         blocks (sequence of [`Block`]): of rollouts with this drafter, uncalibrated, see
             [`~hf_dspark.evaluation.recorded_blocks`]; all greedy or all sampled, since the two keep different drafts.
         drafter ([`DSparkDraftModel`]): whose blocks they are; its configuration is left as it is.
         dataset (`str`, *optional*): name of what the blocks were made on.
-        offsets (`bool`, defaults to `True`): fit both by maximum likelihood on the blocks that reach a position; else
+        offsets (`bool`, defaults to `True`): fit all of them by maximum likelihood on the blocks that reach a position; else
             temperatures alone, by the paper's search.
 
     Returns:
@@ -139,7 +147,8 @@ def fit_calibration(blocks: Sequence[Block], drafter: DSparkDraftModel, dataset:
     blocks = [block for block in blocks if block.confidence]
     if not blocks:
         raise ValueError("no draft was recorded; let the target answer more, or longer.")
-    found: list[tuple[float, float]] = []  # slope, which is 1 / temperature, and offset
+    weighs = offsets and all(len(block.logprobs) == len(block.confidence) for block in blocks)
+    found: list[tuple[float, float, float]] = []  # slope, which is 1 / temperature, offset, weight of the log-probability
     before: list[float | None] = []
     after: list[float | None] = []
     for position in range(drafter.config.num_draft_tokens):
@@ -151,43 +160,49 @@ def fit_calibration(blocks: Sequence[Block], drafter: DSparkDraftModel, dataset:
             continue
         confidence = np.array([block.confidence[: position + 1] for block in long]).clip(1e-6, 1 - 1e-6)
         logits = np.log(confidence / (1 - confidence))
+        logprobs = np.array([block.logprobs[: position + 1] for block in long]) if weighs else np.zeros_like(logits)
         accepted = np.array([block.accepted for block in long])
         kept = (accepted > position).astype(float)
         earlier = np.ones(len(long))
-        for place, (slope, offset) in enumerate(found):
-            earlier *= _sigmoid(slope * logits[:, place] + offset)
+        for place, (slope, offset, weight) in enumerate(found):
+            earlier *= _sigmoid(slope * logits[:, place] + offset + weight * logprobs[:, place])
         if offsets:
             reached = accepted >= position
-            found.append(_logistic_regression(logits[reached, -1], kept[reached]) if reached.any() else found[-1])
+            regressors = logits[reached, -1], logprobs[reached, -1]
+            found.append(_logistic_regression(*regressors, kept[reached]) if reached.any() else found[-1])
         else:
             errors = [expected_calibration_error(earlier * _sigmoid(logits[:, -1] / t), kept) for t in _GRID]
             # Among equals the one closest to 1: bins make plateaus.
             best = min(range(len(_GRID)), key=lambda index: (errors[index], abs(math.log(_GRID[index]))))
-            found.append((1 / float(_GRID[best]), 0.0))
-        slope, offset = found[-1]
+            found.append((1 / float(_GRID[best]), 0.0, 0.0))
+        slope, offset, weight = found[-1]
         before.append(expected_calibration_error(confidence.prod(1), kept))
-        after.append(expected_calibration_error(earlier * _sigmoid(slope * logits[:, -1] + offset), kept))
+        promised = earlier * _sigmoid(slope * logits[:, -1] + offset + weight * logprobs[:, -1])
+        after.append(expected_calibration_error(promised, kept))
     return Calibration(
-        [round(1 / slope, 4) for slope, _ in found],
+        [round(1 / slope, 4) for slope, _, _ in found],
         dataset,
         len(blocks),
         before,
         after,
-        [round(offset, 4) for _, offset in found] if offsets else None,
+        [round(offset, 4) for _, offset, _ in found] if offsets else None,
+        [round(weight, 4) for _, _, weight in found] if weighs else None,
     )
 
 
-def _logistic_regression(logits: np.ndarray, kept: np.ndarray) -> tuple[float, float]:
-    """Slope and offset of σ(slope · logit + offset) by maximum likelihood, with a weak belief in 1 and 0."""
+def _logistic_regression(logits: np.ndarray, logprobs: np.ndarray, kept: np.ndarray) -> tuple[float, float, float]:
+    """Slope, offset, weight of σ(slope · logit + offset + weight · logprob) by maximum likelihood; weak belief in 1, 0, 0."""
     from scipy.optimize import minimize
 
     def cost(values: np.ndarray) -> float:
-        z = values[0] * logits + values[1]
-        prior = (values[0] - 1) ** 2 + values[1] ** 2  # all alike, or a handful of blocks, must not run off to infinity
+        z = values[0] * logits + values[1] + values[2] * logprobs
+        # All alike, or a handful of blocks, must not run off to infinity.
+        prior = (values[0] - 1) ** 2 + values[1] ** 2 + values[2] ** 2
         return float((np.logaddexp(0, z) - kept * z).sum() + prior)
 
-    slope, offset = minimize(cost, (1.0, 0.0), method="L-BFGS-B", bounds=(_SLOPES, (None, None))).x
-    return float(slope), float(offset)
+    bounds = (_SLOPES, (None, None), (None, None))
+    slope, offset, weight = minimize(cost, (1.0, 0.0, 0.0), method="L-BFGS-B", bounds=bounds).x
+    return float(slope), float(offset), float(weight)
 
 
 def _sigmoid(values: np.ndarray) -> np.ndarray:
