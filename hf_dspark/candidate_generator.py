@@ -47,7 +47,7 @@ class CandidateBlock:
             room for K tokens.
         base_tokens (`torch.LongTensor` of shape `(R, L)`, *optional*): likeliest tokens before the sequential head; only for
             a drafter with a listener (`on_round`).
-        logprobs (`torch.Tensor` of shape `(R, L)`, *optional*): the drafter's own log-probabilities of the tokens, in greedy
+        log_odds (`torch.Tensor` of shape `(R, L)`, *optional*): those that the drafter gives the tokens, in greedy
             decoding; only where the calibration or a listener reads them.
     """
 
@@ -57,7 +57,7 @@ class CandidateBlock:
     token_ids: Tensor | None = None
     confidence: Tensor | None = None
     base_tokens: Tensor | None = None
-    logprobs: Tensor | None = None
+    log_odds: Tensor | None = None
 
 
 class DSparkCandidateGenerator(CandidateGenerator):
@@ -139,12 +139,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return "full"
         if drafter.confidence_head is None:
             return "history"
-        if mode == "presampled" and not self.do_sample and self._weighs_logprobs:
+        if mode == "presampled" and not self.do_sample and self._weighs_log_odds:
             return "search"  # as exact in greedy decoding, and these confidences are known behind the draft only
         return mode or ("presampled" if self.do_sample else "search")
 
     @property
-    def _weighs_logprobs(self) -> bool:
+    def _weighs_log_odds(self) -> bool:
         """Whether the confidences of this way of decoding depend on how likely the drafter finds its own tokens."""
         return self.drafter.config.calibration(greedy=not self.do_sample)[2] is not None
 
@@ -282,14 +282,14 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 lengths = self._schedule(confidence, lengths)
                 longest = int(lengths.max())
         with statistics.timed("head"):
-            tokens, logits, token_ids, embeddings, logprobs, usable = self._sequential_stage(
+            tokens, logits, token_ids, embeddings, log_odds, usable = self._sequential_stage(
                 sequences, rows, hidden, base_logits, longest
             )
             lengths = lengths.minimum(usable)
         listened = self.drafter.on_round is not None
         if confidence is None and self.drafter.confidence_head is not None and (self.mode != "full" or listened):
             with statistics.timed("schedule"):
-                confidence = self._confidence(hidden[:, :longest], embeddings, logprobs)
+                confidence = self._confidence(hidden[:, :longest], embeddings, log_odds)
                 if self.mode != "full":
                     confidence = self._discounted(confidence)
                     lengths = self._schedule(confidence, lengths)
@@ -298,7 +298,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if base is not None and (to_target := self.drafter.draft_token_ids) is not None:
             base = to_target[base]
         laws = None if logits is None else logits[:, :longest]
-        return CandidateBlock(tokens[:, :longest], lengths, laws, token_ids, confidence, base, logprobs)
+        return CandidateBlock(tokens[:, :longest], lengths, laws, token_ids, confidence, base, log_odds)
 
     def _parallel_stage(self, sequences: list[Tensor], slots: list[int]) -> tuple[Tensor, Tensor]:
         """Draft states `(R, K, D)` and base logits `(R, K, Vd)` behind all context observed so far."""
@@ -364,7 +364,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
         Returns:
             tokens `(R, L)`; when sampling, the processed logits `(R, L, ·)` and the token ids they stand for; W1 of each
-            position's predecessor `(R, L, r)`; in greedy decoding the tokens' log-probabilities `(R, L)`, where anyone reads
+            position's predecessor `(R, L, r)`; in greedy decoding the tokens' log-odds `(R, L)`, where anyone reads
             them; and how many of the tokens are drafts `(R,)`, on the host: where the
             processors ban all that there is to choose from, or there is NaN where a law is needed, a row's draft ends; and
             behind an end token, where processors read the text.
@@ -377,8 +377,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         tokens: list[Tensor] = []
         laws: list[Tensor] = []
         embeddings: list[Tensor] = []
-        logprobs: list[Tensor] = []
-        reads_logprobs = not self.do_sample and (self._weighs_logprobs or self.drafter.on_round is not None)
+        log_odds: list[Tensor] = []
+        reads_log_odds = not self.do_sample and (self._weighs_log_odds or self.drafter.on_round is not None)
         state = None
         bias = None if head is None else self._head_bias(base_logits[:, :longest])
         for k in range(longest):
@@ -411,9 +411,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 choice = torch.multinomial(laws[-1].softmax(-1), 1)[:, 0]
             else:
                 choice = logits.argmax(-1)
-                if reads_logprobs:
-                    logprob = logits.amax(-1).float() - logits.float().logsumexp(-1)
-                    logprobs.append(logprob.nan_to_num(nan=0.0))  # of a row whose draft has ended, with nothing to choose from
+                if reads_log_odds:
+                    probability = (logits.amax(-1).float() - logits.float().logsumexp(-1)).exp()
+                    # NaN is of a row whose draft has ended, with nothing to choose from; a float32 next to 1 says no more.
+                    log_odds.append(probability.nan_to_num(nan=0.0).logit(eps=1e-6))
             previous = choice if to_target is None or widen else to_target[choice]
             tokens.append(previous)
             if self.processors and not self.processors.scores_only:
@@ -425,7 +426,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             torch.stack(laws, dim=1) if laws else None,
             None if widen else to_target,
             torch.stack(embeddings, dim=1) if embeddings else None,
-            torch.stack(logprobs, dim=1) if logprobs else None,
+            torch.stack(log_odds, dim=1) if log_odds else None,
             counts.cpu(),
         )
 
@@ -466,9 +467,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
             embeddings = self.drafter.markov_head.markov_w1(torch.cat([anchor, likely], dim=1))
         return self._confidence(hidden, embeddings)
 
-    def _confidence(self, hidden: Tensor, embeddings: Tensor | None, logprobs: Tensor | None = None) -> Tensor:
+    def _confidence(self, hidden: Tensor, embeddings: Tensor | None, log_odds: Tensor | None = None) -> Tensor:
         logits = self.drafter.confidence_head(hidden, embeddings)
-        return self.drafter.calibrated(logits, greedy=not self.do_sample, logprobs=logprobs)
+        return self.drafter.calibrated(logits, greedy=not self.do_sample, log_odds=log_odds)
 
     def _discounted(self, confidence: Tensor) -> Tensor:
         """Confidences `(R, K)` less what earlier rounds promised and did not keep; a threshold is the user's own word."""

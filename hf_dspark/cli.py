@@ -599,8 +599,8 @@ def calibrate(
         return
     for name, values in found.items():
         print(f"{name}, {values.num_samples} blocks")
-        print(f"{'position':>8} {'temperature':>12} {'log-prob':>9} {'offset':>7} {'ECE before':>11} {'after':>7}")
-        weights = values.logprob_weights or [0.0] * len(values.temperatures)
+        print(f"{'position':>8} {'temperature':>12} {'log-odds':>9} {'offset':>7} {'ECE before':>11} {'after':>7}")
+        weights = values.log_odds_weights or [0.0] * len(values.temperatures)
         rows = zip(values.temperatures, weights, values.offsets, values.ece_before, values.ece_after, strict=True)
         for position, (divisor, weight, offset, *errors) in enumerate(rows, start=1):
             before, after = ("-" if error is None else f"{error:.3f}" for error in errors)

@@ -21,7 +21,7 @@ CALIBRATION_FIELDS = (
     "confidence_offsets",
     "greedy_confidence_temperatures",
     "greedy_confidence_offsets",
-    "greedy_confidence_logprob_weights",
+    "greedy_confidence_log_odds_weights",
 )
 
 
@@ -66,9 +66,9 @@ class DSparkConfig(PreTrainedConfig):
         greedy_confidence_temperatures, greedy_confidence_offsets (`list[float]`, *optional*): the same for greedy
             decoding, where a draft survives if it is the target's first choice, not in proportion to how much two laws
             overlap; the values above serve for both when these are not given.
-        greedy_confidence_logprob_weights (`list[float]`, *optional*): K weights of log p_k, the drafter's own log-probability
-            of the token it drafts at k, in greedy decoding: c_k = σ(logit_k / temperature_k + weight_k · log p_k + offset_k).
-            A confidence head has not seen how sure the drafter is of its choice.
+        greedy_confidence_log_odds_weights (`list[float]`, *optional*): K weights of o_k = log p_k/(1 − p_k), for the
+            probability p_k that the drafter gives the token it drafts at k, in greedy decoding: c_k = σ(logit_k / temperature_k
+            + weight_k · o_k + offset_k). A confidence head has not seen how sure the drafter is of its choice.
         final_logit_softcapping (`float`, *optional*): what the target caps its logits at, and thereby those of the drafter;
             compared with the target's own unless it is `None`.
         draft_vocab_size (`int`, *optional*): size of a reduced draft vocabulary; the whole vocabulary when not given.
@@ -112,7 +112,7 @@ class DSparkConfig(PreTrainedConfig):
     confidence_offsets: list[float] | None = None
     greedy_confidence_temperatures: list[float] | None = None
     greedy_confidence_offsets: list[float] | None = None
-    greedy_confidence_logprob_weights: list[float] | None = None
+    greedy_confidence_log_odds_weights: list[float] | None = None
     final_logit_softcapping: float | int | None = None
     draft_vocab_size: int | None = None
     pad_token_id: int | None = None
@@ -154,13 +154,13 @@ class DSparkConfig(PreTrainedConfig):
             greedy (`bool`): for greedy decoding, which has the values of sampling unless it has its own.
 
         Returns:
-            `tuple`: K temperatures, K offsets and K weights of the log-probability, each a `list[float]`, or `None` for 1, 0
+            `tuple`: K temperatures, K offsets and K weights of the log-odds, each a `list[float]`, or `None` for 1, 0
                 and 0.
         """
         greedy_values = (
             self.greedy_confidence_temperatures,
             self.greedy_confidence_offsets,
-            self.greedy_confidence_logprob_weights,
+            self.greedy_confidence_log_odds_weights,
         )
         if greedy and greedy_values != (None, None, None):
             return greedy_values

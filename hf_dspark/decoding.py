@@ -137,7 +137,7 @@ def _report(drafter: DSparkDraftModel, rows: Rows, running: list[int], outcome: 
             committed=[_last(rows.sequences[running[place]], committed[place] or 0) for place in going],
             confidence=None if block.confidence is None else [block.confidence[place].tolist() for place in going],
             base=None if base is None else [base[place][: lengths[place]] for place in going],
-            logprobs=None if block.logprobs is None else [block.logprobs[place, : lengths[place]].tolist() for place in going],
+            log_odds=None if block.log_odds is None else [block.log_odds[place, : lengths[place]].tolist() for place in going],
         )
     )
 

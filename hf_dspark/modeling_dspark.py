@@ -380,20 +380,20 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self.t2d[token_ids] = True
         object.__setattr__(self, "_target", None)  # its rows of the head were those of the old vocabulary
 
-    def calibrated(self, confidence_logits: Tensor, greedy: bool = False, logprobs: Tensor | None = None) -> Tensor:
+    def calibrated(self, confidence_logits: Tensor, greedy: bool = False, log_odds: Tensor | None = None) -> Tensor:
         """Confidences from the logits of the confidence head.
 
         Args:
             confidence_logits (`torch.Tensor` of shape `(..., L)`): of the first L positions.
             greedy (`bool`, defaults to `False`): whether the drafts will be held against the target's first choices.
-            logprobs (`torch.Tensor` of shape `(..., L)`, *optional*): log p_k of the drafted tokens; needed where the
+            log_odds (`torch.Tensor` of shape `(..., L)`, *optional*): o_k of the drafted tokens; needed where the
                 calibration weighs them.
 
         Returns:
-            `torch.Tensor` of shape `(..., L)`: c_k = σ(logit_k / temperature_k + weight_k · log p_k + offset_k).
+            `torch.Tensor` of shape `(..., L)`: c_k = σ(logit_k / temperature_k + weight_k · o_k + offset_k).
 
         Raises:
-            ValueError: the calibration weighs log-probabilities, and none are given.
+            ValueError: the calibration weighs log-odds, and none are given.
         """
         temperatures, offsets, weights = self.config.calibration(greedy)
         length = confidence_logits.shape[-1]
@@ -402,11 +402,11 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         if offsets is not None:
             confidence_logits = confidence_logits + confidence_logits.new_tensor(offsets[:length])
         if weights is not None:
-            if logprobs is None:
+            if log_odds is None:
                 raise ValueError(
-                    "this drafter's greedy calibration weighs the log-probabilities of the drafted tokens: pass `logprobs`."
+                    "this drafter's greedy calibration weighs the log-odds of the drafted tokens: pass `log_odds`."
                 )
-            confidence_logits = confidence_logits + confidence_logits.new_tensor(weights[:length]) * logprobs
+            confidence_logits = confidence_logits + confidence_logits.new_tensor(weights[:length]) * log_odds
         return confidence_logits.sigmoid()
 
 

@@ -26,8 +26,8 @@ class Round:
         confidence (`list[list[float]]`, *optional*): what the scheduler read, or with `scheduling="full"` would have read;
             `None` without a confidence head and in rounds without a draft.
         base (`list[list[int]]`, *optional*): likeliest tokens before the sequential head, for each token of `drafted`.
-        logprobs (`list[list[float]]`, *optional*): the drafter's own log-probability of each token of `drafted`, in greedy
-            decoding; `None` in sampling and in rounds without a draft.
+        log_odds (`list[list[float]]`, *optional*): log p/(1 − p) of the drafter's own probability p of each token of `drafted`,
+            in greedy decoding; `None` in sampling and in rounds without a draft.
     """
 
     rows: list[int]
@@ -36,7 +36,7 @@ class Round:
     committed: list[list[int]]
     confidence: list[list[float]] | None = None
     base: list[list[int]] | None = None
-    logprobs: list[list[float]] | None = None
+    log_odds: list[list[float]] | None = None
 
 
 class Statistics:

@@ -104,57 +104,57 @@ def test_offsets_undo_a_shift(temperature, offset):
 
 
 def test_greedy_drafts_are_judged_by_their_own_probability_too():
-    """Blocks whose fate hangs on log-probability and confidence alike: both weights are found, in their order."""
+    """Blocks whose fate hangs on log-odds and confidence alike: both weights are found, in their order."""
     rng, blocks = random.Random(3), []
     for _ in range(8000):
         logits = [rng.gauss(1.0, 1.0) for _ in range(5)]
-        logprobs = [-rng.expovariate(1.0) for _ in range(5)]
-        survives = [1 / (1 + math.exp(-(0.5 * x + 1.5 * y + 1.0))) for x, y in zip(logits, logprobs, strict=True)]
+        log_odds = [rng.gauss(0.0, 1.5) for _ in range(5)]
+        survives = [1 / (1 + math.exp(-(0.5 * x + 1.5 * y + 1.0))) for x, y in zip(logits, log_odds, strict=True)]
         accepted = next((k for k, chance in enumerate(survives) if rng.random() > chance), 5)
-        blocks.append(Block([1 / (1 + math.exp(-x)) for x in logits], 5, accepted, logprobs))
+        blocks.append(Block([1 / (1 + math.exp(-x)) for x in logits], 5, accepted, log_odds))
     target = tiny_target()
     drafter = tiny_drafter(target)
     found = fit_calibration(blocks, drafter)
     assert found.temperatures == pytest.approx([2.0] * 5, rel=0.3)
-    assert found.logprob_weights == pytest.approx([1.5] * 5, rel=0.25)
+    assert found.log_odds_weights == pytest.approx([1.5] * 5, rel=0.25)
     assert found.offsets == pytest.approx([1.0] * 5, abs=0.35)
     assert max(found.ece_after) < 0.02 < min(found.ece_before)
     set_calibration(drafter, greedy=found)
-    logits, logprobs = torch.tensor([0.3, 1.0]), torch.tensor([-0.2, -3.0])
+    logits, log_odds = torch.tensor([0.3, 1.0]), torch.tensor([-0.2, -3.0])
     expected = logits / torch.tensor(found.temperatures[:2]) + torch.tensor(found.offsets[:2])
-    expected += torch.tensor(found.logprob_weights[:2]) * logprobs
-    assert torch.allclose(drafter.calibrated(logits, greedy=True, logprobs=logprobs), expected.sigmoid())
+    expected += torch.tensor(found.log_odds_weights[:2]) * log_odds
+    assert torch.allclose(drafter.calibrated(logits, greedy=True, log_odds=log_odds), expected.sigmoid())
     assert torch.equal(drafter.calibrated(logits), logits.sigmoid())  # sampling knows nothing of it
-    with pytest.raises(ValueError, match="pass `logprobs`"):
+    with pytest.raises(ValueError, match="pass `log_odds`"):
         drafter.calibrated(logits, greedy=True)
     with pytest.raises(ValueError, match="for greedy decoding"):
         set_calibration(drafter, sampled=found)
     sampled_blocks = [Block(block.confidence, block.drafted, block.accepted) for block in blocks]
-    assert fit_calibration(sampled_blocks, tiny_drafter(target)).logprob_weights is None
+    assert fit_calibration(sampled_blocks, tiny_drafter(target)).log_odds_weights is None
 
 
 DRAFTERS = [{}, {"draft_token_ids": [*range(4, 30), 35, 40]}, {"markov_rank": 0}]
 
 
 @pytest.mark.parametrize("config", DRAFTERS)
-def test_confidences_weigh_logprobs(config):
+def test_confidences_weigh_log_odds(config):
     target = tiny_target()
     drafter = tiny_drafter(target, **config)
     inputs = encode_prompts(tiny_tokenizer(), PROMPTS)
     rounds = {}
     for weights in (None, [0.7] * 5):
-        drafter.config.greedy_confidence_logprob_weights = weights
+        drafter.config.greedy_confidence_log_odds_weights = weights
         heard = rounds[weights is None] = []
         drafter.scheduling, drafter.on_round = "full", heard.append
         target.generate(**inputs, **OPTIONS, do_sample=False, repetition_penalty=1.1, assistant_model=drafter)
     drafted = [(raw, new) for raw, new in zip(rounds[True], rounds[False], strict=True) if any(raw.drafted)]
     assert drafted
     for raw, new in drafted:
-        assert raw.drafted == new.drafted and raw.logprobs == new.logprobs
-        for place, logprobs in enumerate(raw.logprobs):
+        assert raw.drafted == new.drafted and raw.log_odds == new.log_odds
+        for place, log_odds in enumerate(raw.log_odds):
             count = len(raw.drafted[place])
-            assert len(logprobs) == count and all(value <= 0 for value in logprobs)
-            logits = torch.tensor(raw.confidence[place][:count]).logit() + 0.7 * torch.tensor(logprobs)
+            assert len(log_odds) == count and len(set(log_odds)) == count
+            logits = torch.tensor(raw.confidence[place][:count]).logit() + 0.7 * torch.tensor(log_odds)
             assert new.confidence[place][:count] == pytest.approx(logits.sigmoid().tolist(), abs=1e-4)
 
 
@@ -166,20 +166,20 @@ def test_every_mode_schedules_by_such_confidences(mode, config):
     inputs, lengths = encode_prompts(tiny_tokenizer(), PROMPTS), {}
     plain = target.generate(**inputs, **OPTIONS, do_sample=False)
     drafter.load_profile, drafter.scheduling = jagged_profile(), mode
-    for weight in (-50.0, 50.0):  # it is sure of everything, and of nothing
-        drafter.config.greedy_confidence_logprob_weights = [weight] * 5
+    for weight in (-50.0, 50.0):  # it is sure of what it finds unlikely, and of what it finds likely
+        drafter.config.greedy_confidence_log_odds_weights = [weight] * 5
         ids = target.generate(**inputs, **OPTIONS, do_sample=False, assistant_model=drafter)
         assert torch.equal(ids, plain)
         lengths[weight] = drafter.statistics.scheduled / drafter.statistics.drafts
-    assert lengths[50.0] < lengths[-50.0]
+    assert lengths[50.0] != lengths[-50.0]
 
 
-def test_a_listener_hears_no_logprobs_in_sampling():
+def test_a_listener_hears_no_log_odds_in_sampling():
     target = tiny_target()
     drafter, heard = tiny_drafter(target), []
     drafter.on_round = heard.append
     target.generate(**encode_prompts(tiny_tokenizer(), PROMPTS), **OPTIONS, do_sample=True, assistant_model=drafter)
-    assert any(any(one.drafted) for one in heard) and all(one.logprobs is None for one in heard)
+    assert any(any(one.drafted) for one in heard) and all(one.log_odds is None for one in heard)
 
 
 def test_a_few_blocks_do_not_run_off():

@@ -37,7 +37,7 @@ class Calibration:
         ece_before, ece_after (`list[float | None]` of length K): expected calibration error of c_1 ⋯ c_k, on the same blocks;
             `None` where no block is that long.
         offsets (`list[float]` of length K, *optional*): 0 when not given.
-        logprob_weights (`list[float]` of length K, *optional*): of log p_k, the drafter's own log-probability of its token, in
+        log_odds_weights (`list[float]` of length K, *optional*): of o_k, the log-odds the drafter gives its own token, in
             greedy decoding; 0 when not given.
     """
 
@@ -47,7 +47,7 @@ class Calibration:
     ece_before: list[float | None]
     ece_after: list[float | None]
     offsets: list[float] | None = None
-    logprob_weights: list[float] | None = None
+    log_odds_weights: list[float] | None = None
 
     def save(self, path: str | Path) -> None:
         """Writes SGLang's STS JSON.
@@ -59,7 +59,7 @@ class Calibration:
             ValueError: there are offsets, which that file cannot say.
         """
         values = asdict(self)
-        if [values.pop(name) for name in ("offsets", "logprob_weights")] != [None, None]:
+        if [values.pop(name) for name in ("offsets", "log_odds_weights")] != [None, None]:
             raise ValueError("an STS file holds temperatures alone; fit without offsets.")
         write_text(Path(path), json.dumps(values, indent=1) + "\n")
 
@@ -104,11 +104,13 @@ def set_calibration(
         keep (`bool`, defaults to `False`): leave a way of decoding without values as it is.
 
     Raises:
-        ValueError: there is not one value for each draft position, or sampling is to weigh log-probabilities.
+        ValueError: there is not one value for each draft position, or sampling is to weigh log-odds.
     """
     count = drafter.config.num_draft_tokens
-    if sampled is not None and sampled.logprob_weights is not None:
-        raise ValueError("a calibration with `logprob_weights` is for greedy decoding; fit that of sampling to sampled blocks.")
+    if sampled is not None and sampled.log_odds_weights is not None:
+        raise ValueError(
+            "a calibration with `log_odds_weights` is for greedy decoding; fit that of sampling to sampled blocks."
+        )
     for values in (sampled, greedy):
         if values is not None and len(values.temperatures) != count:
             raise ValueError(f"a calibration of this drafter needs {count} temperatures, got {len(values.temperatures)}.")
@@ -117,11 +119,11 @@ def set_calibration(
             setattr(drafter.config, f"{prefix}confidence_temperatures", None if values is None else values.temperatures)
             setattr(drafter.config, f"{prefix}confidence_offsets", None if values is None else values.offsets)
     if greedy is not None or not keep:
-        drafter.config.greedy_confidence_logprob_weights = None if greedy is None else greedy.logprob_weights
+        drafter.config.greedy_confidence_log_odds_weights = None if greedy is None else greedy.log_odds_weights
 
 
 def fit_calibration(blocks: Sequence[Block], drafter: DSparkDraftModel, dataset: str = "", offsets: bool = True) -> Calibration:
-    """Fits temperatures, offsets and, for greedy drafts, weights of their log-probabilities to what became of them.
+    """Fits temperatures, offsets and, for greedy drafts, weights of their log-odds to what became of them.
 
     Args:
         blocks (sequence of [`Block`]): of rollouts with this drafter, uncalibrated, see
@@ -147,8 +149,8 @@ def fit_calibration(blocks: Sequence[Block], drafter: DSparkDraftModel, dataset:
     blocks = [block for block in blocks if block.confidence]
     if not blocks:
         raise ValueError("no draft was recorded; let the target answer more, or longer.")
-    weighs = offsets and all(len(block.logprobs) == len(block.confidence) for block in blocks)
-    found: list[tuple[float, float, float]] = []  # slope, which is 1 / temperature, offset, weight of the log-probability
+    weighs = offsets and all(len(block.log_odds) == len(block.confidence) for block in blocks)
+    found: list[tuple[float, float, float]] = []  # slope, which is 1 / temperature, offset, weight of the log-odds
     before: list[float | None] = []
     after: list[float | None] = []
     for position in range(drafter.config.num_draft_tokens):
@@ -160,15 +162,15 @@ def fit_calibration(blocks: Sequence[Block], drafter: DSparkDraftModel, dataset:
             continue
         confidence = np.array([block.confidence[: position + 1] for block in long]).clip(1e-6, 1 - 1e-6)
         logits = np.log(confidence / (1 - confidence))
-        logprobs = np.array([block.logprobs[: position + 1] for block in long]) if weighs else np.zeros_like(logits)
+        log_odds = np.array([block.log_odds[: position + 1] for block in long]) if weighs else np.zeros_like(logits)
         accepted = np.array([block.accepted for block in long])
         kept = (accepted > position).astype(float)
         earlier = np.ones(len(long))
         for place, (slope, offset, weight) in enumerate(found):
-            earlier *= _sigmoid(slope * logits[:, place] + offset + weight * logprobs[:, place])
+            earlier *= _sigmoid(slope * logits[:, place] + offset + weight * log_odds[:, place])
         if offsets:
             reached = accepted >= position
-            regressors = logits[reached, -1], logprobs[reached, -1]
+            regressors = logits[reached, -1], log_odds[reached, -1]
             found.append(_logistic_regression(*regressors, kept[reached]) if reached.any() else found[-1])
         else:
             errors = [expected_calibration_error(earlier * _sigmoid(logits[:, -1] / t), kept) for t in _GRID]
@@ -177,7 +179,7 @@ def fit_calibration(blocks: Sequence[Block], drafter: DSparkDraftModel, dataset:
             found.append((1 / float(_GRID[best]), 0.0, 0.0))
         slope, offset, weight = found[-1]
         before.append(expected_calibration_error(confidence.prod(1), kept))
-        promised = earlier * _sigmoid(slope * logits[:, -1] + offset + weight * logprobs[:, -1])
+        promised = earlier * _sigmoid(slope * logits[:, -1] + offset + weight * log_odds[:, -1])
         after.append(expected_calibration_error(promised, kept))
     return Calibration(
         [round(1 / slope, 4) for slope, _, _ in found],
@@ -190,12 +192,12 @@ def fit_calibration(blocks: Sequence[Block], drafter: DSparkDraftModel, dataset:
     )
 
 
-def _logistic_regression(logits: np.ndarray, logprobs: np.ndarray, kept: np.ndarray) -> tuple[float, float, float]:
-    """Slope, offset, weight of σ(slope · logit + offset + weight · logprob) by maximum likelihood; weak belief in 1, 0, 0."""
+def _logistic_regression(logits: np.ndarray, log_odds: np.ndarray, kept: np.ndarray) -> tuple[float, float, float]:
+    """Slope, offset, weight of σ(slope · logit + offset + weight · log_odds) by maximum likelihood; weak belief in 1, 0, 0."""
     from scipy.optimize import minimize
 
     def cost(values: np.ndarray) -> float:
-        z = values[0] * logits + values[1] + values[2] * logprobs
+        z = values[0] * logits + values[1] + values[2] * log_odds
         # All alike, or a handful of blocks, must not run off to infinity.
         prior = (values[0] - 1) ** 2 + values[1] ** 2 + values[2] ** 2
         return float((np.logaddexp(0, z) - kept * z).sum() + prior)

@@ -26,13 +26,13 @@ class Block:
         confidence (`list[float]`): c_k of each draft token, after calibration; empty without a confidence head.
         drafted (`int`): draft tokens.
         accepted (`int`): how many of them the target agreed with.
-        logprobs (`list[float]`, *optional*): the drafter's own log-probability of each draft token; empty in sampling.
+        log_odds (`list[float]`, *optional*): the log-odds that the drafter gives each draft token; empty in sampling.
     """
 
     confidence: list[float]
     drafted: int
     accepted: int
-    logprobs: list[float] = field(default_factory=list)
+    log_odds: list[float] = field(default_factory=list)
 
 
 @contextmanager
@@ -70,8 +70,8 @@ def recorded_blocks(drafter: DSparkDraftModel) -> Iterator[list[Block]]:
                 accepted = min(one.accepted[place], len(one.committed[place]))
                 judged = accepted if len(one.committed[place]) <= one.accepted[place] else len(drafted)
                 confidence = [] if one.confidence is None else one.confidence[place][:judged]
-                logprobs = [] if one.logprobs is None else one.logprobs[place][:judged]
-                blocks.append(Block(confidence, judged, accepted, logprobs))
+                log_odds = [] if one.log_odds is None else one.log_odds[place][:judged]
+                blocks.append(Block(confidence, judged, accepted, log_odds))
 
     with verified_to_the_end(drafter, record):
         yield blocks

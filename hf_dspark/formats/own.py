@@ -34,7 +34,7 @@ DRAFTER_FIELDS = {field.name for field in fields(DSparkConfig)} - _HOST_FIELDS
 # Later than the first files, for which the defaults hold.
 _LATER = {
     "backbone_type", "attention_k_eq_v", "final_logit_softcapping", "confidence_offsets", "greedy_confidence_temperatures",
-    "greedy_confidence_offsets", "greedy_confidence_logprob_weights",
+    "greedy_confidence_offsets", "greedy_confidence_log_odds_weights",
 }  # fmt: skip
 # Written by the host, its trainer or its Hub tools; says nothing about the drafter.
 _BOOKKEEPING = _HOST_FIELDS | {"model_type", "torch_dtype", "use_cache", "_name_or_path", "auto_map"}
