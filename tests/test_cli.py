@@ -341,8 +341,9 @@ def test_calibrate(folder, tmp_path, monkeypatch, capsys):
     config = DSparkDraftModel.from_pretrained(tmp_path / "calibrated").config
     found = json.loads(invoke(*arguments, "--json").splitlines()[-1])
     assert found.keys() == {"greedy", "sampled"}
-    assert config.calibration(greedy=True) == (found["greedy"]["temperatures"], found["greedy"]["offsets"])
-    assert config.calibration(greedy=False) == (found["sampled"]["temperatures"], found["sampled"]["offsets"])
+    for greedy, values in ((True, found["greedy"]), (False, found["sampled"])):
+        assert config.calibration(greedy) == (values["temperatures"], values["offsets"], values["log_odds_weights"])
+    assert len(found["greedy"]["log_odds_weights"]) == 5 and found["sampled"]["log_odds_weights"] is None
     assert len(json.loads((tmp_path / "sts.json").read_text())["temperatures"]) == 5
     assert "--sts" in failure(monkeypatch, capsys, *arguments, "--temperature", 0)
 
